@@ -1,0 +1,38 @@
+# Every target sets up what it needs: a virtual environment in .venv with this project installed.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check bench lint types clean help
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $(STAMP)
+
+demo: $(STAMP)  ## see what looping does, in a picture
+	$(BIN)/parcae demo --out out/demo
+
+test: $(STAMP) lint types  ## every test
+	$(BIN)/python -m pytest
+
+check: $(STAMP) lint types  ## lint, types and the fast tests: under two minutes
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+bench: $(STAMP)  ## side-by-side measurements, printed as ratios
+	$(BIN)/python benchmarks/train_step.py
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,61 @@
+"""What a person sees in a terminal: tables, progress with rate and ETA, short numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def progress() -> Iterator[Progress]:
+    """A progress display on standard error; silent where that is not a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, disable=not err.is_terminal) as display:
+        yield display
+
+
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Iterate with a progress bar."""
+    with progress() as display:
+        yield from display.track(items, description=description, total=total)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """First column to the left, the others to the right: names, then numbers."""
+    view = Table(title=title, title_justify="left", header_style="bold")
+    for index, name in enumerate(columns):
+        view.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    for row in rows:
+        view.add_row(*(str(cell) for cell in row))
+    return view
+
+
+def short(number: float) -> str:
+    """1234567 -> '1.23M'."""
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

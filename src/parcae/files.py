@@ -1,0 +1,100 @@
+"""The ground floor: writes that are whole or absent, checksums, locks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+CHUNK_BYTES = 1 << 20
+
+
+class FileError(OSError):
+    """A file that cannot be used. The message names it and says what to do."""
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """A temporary path beside `path`; on success it is flushed to disk and takes its name.
+
+    A killed process leaves the old file, or none; never half of one.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise FileError(f"{path}: could not be written ({error.strerror or error}).") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Strict JSON: a NaN is refused, since most readers would choke on it."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: not valid JSON ({error}). Is it truncated?") from None
+
+
+def sha256(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def exclusive(folder: str | Path) -> Iterator[None]:
+    """Hold `folder` against other processes; the lock goes with the process, even a killed one."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _read_owner(stream)
+            raise FileError(
+                f"{folder}: another process{owner} is using it. Wait for it, or choose another folder."
+            ) from None
+        stream.truncate(0)
+        stream.write(str(os.getpid()))
+        stream.flush()
+        yield
+
+
+def _read_owner(stream: IO[str]) -> str:
+    stream.seek(0)
+    owner = stream.read().strip()
+    return f" ({owner})" if owner else ""
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""From text to configuration: TOML recipes, flags over recipes over defaults, strict keys.
+
+A recipe is a tree of tables. `[model]` may start from a preset and change keys of it:
+
+    [model]
+    preset = "parcae-10m"
+    context_length = 256
+
+    [model.loop]
+    mean_loops = 4
+
+and `--model.loop.mean_loops 6` on a command line changes it once more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+
+from parcae.config import ConfigError
+
+T = TypeVar("T")
+Tree = dict[str, Any]
+
+
+def build(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
+    """A frozen dataclass from a tree of plain values; unknown keys and wrong types are errors."""
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    arguments = {}
+    for name, value in values.items():
+        path = f"{key}.{name}" if key else name
+        if name not in names:
+            raise ConfigError(f"{path}: no such key. {suggest(name, names)}")
+        arguments[name] = _convert(hints[name], value, path)
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and f.name not in arguments
+    ]
+    if missing:
+        raise ConfigError(f"{key or cls.__name__}: {', '.join(missing)} must be given.")
+    return cls(**arguments)
+
+
+def plain(config: Any) -> Tree:
+    """The tree that `build` reads back; keys without a value are left out, as in TOML."""
+    tree: Tree = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if value is not None:
+            tree[f.name] = plain(value) if dataclasses.is_dataclass(value) else value
+    return tree
+
+
+def read_toml(path: str | Path) -> Tree:
+    path = Path(path)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such recipe. Check the path.") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: a folder, not a recipe. Name a .toml file.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text ({error.reason}). Is it a TOML file?") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+
+
+def write_toml(tree: Mapping[str, Any]) -> str:
+    return tomli_w.dumps(tree)
+
+
+def parse_flags(arguments: Sequence[str]) -> Tree:
+    """`--model.loop.mean_loops 4` or `--model.loop.mean_loops=4` as a tree; dashes may be used."""
+    tree: Tree = {}
+    rest = list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or "." not in flag:
+            raise ConfigError(f"{flag}: not a setting. Write --table.key VALUE.")
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise ConfigError(f"{flag}: a value must follow.")
+            text = rest.pop(0)
+        *tables, leaf = name.replace("-", "_").split(".")
+        node = tree
+        for table in tables:
+            node = node.setdefault(table, {})
+        node[leaf] = _parse_value(text)
+    return tree
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """`over` on top of `base`, table by table."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def suggest(name: str, known: Sequence[str]) -> str:
+    """The remedy for a mistyped name."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"Did you mean {near[0]}?"
+    return f"Known: {', '.join(sorted(known))}."
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        if "\n" in text:
+            raise ConfigError(f"{text!r}: a value must stand on one line.") from None
+        return text
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(hint) if option is not type(None)]
+        if value is None or value == "none" and str not in options:
+            return None
+        return _convert(options[0], value, key)
+    if origin is typing.Literal:
+        known = typing.get_args(hint)
+        if value not in known:
+            raise ConfigError(f"{key}: {value!r} is not an option. {suggest(str(value), known)}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(value):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key}: expected a table of settings, got {value!r}.")
+        return build(hint, value, key)  # type: ignore[arg-type]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+        expected = wanted.get(hint.__name__, hint.__name__)
+        raise ConfigError(f"{key}: expected {expected}, got {value!r}.")
+    return value
