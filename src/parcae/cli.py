@@ -1,0 +1,64 @@
+"""The `parcae` command. Each subcommand is a module of `parcae.commands` with two functions:
+
+    register(subparsers)   adds its parser and sets `run` as the default
+    run(arguments) -> int  does the work; heavy imports belong inside
+
+Mistakes of the user (a wrong key, a missing file) end in one line on standard error and exit
+code 2, without a traceback; `PARCAE_DEBUG=1` shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from parcae.config import ConfigError
+from parcae.files import FileError
+
+COMMANDS = ("presets", "show", "demo")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="parcae", description="Train, study and run looped language models."
+    )
+    top.add_argument("--version", action="version", version=_version())
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        importlib.import_module(f"parcae.commands.{name}").register(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments, settings = parser().parse_known_args(argv)
+    takes_settings = getattr(arguments, "takes_settings", False)
+    try:
+        if settings and not takes_settings:
+            raise ConfigError(f"{settings[0]}: no such option. See --help.")
+        if takes_settings:
+            arguments.settings = settings
+        return arguments.run(arguments)
+    except (ConfigError, FileError) as error:
+        if os.environ.get("PARCAE_DEBUG"):
+            raise
+        print(f"parcae: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("parcae: stopped.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("parcae")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
