@@ -75,6 +75,12 @@ class LoopConfig:
                 "Use an integer, or the sampler 'poisson'.",
             )
         if self.sampler in ("poisson-fill", "lognormal-fill") and not self.is_fixed_depth:
+            require(
+                self.curriculum is None,
+                "model.loop.curriculum",
+                f"the sampler '{self.sampler}' cannot follow a mean that starts at one loop",
+                "Use the sampler 'poisson'.",
+            )
             rest = self.mean_loops - self.gradient_loops
             enough = rest > 0 if self.sampler == "lognormal-fill" else rest >= 0
             relation = "below" if self.sampler == "lognormal-fill" else "at most"

@@ -88,7 +88,7 @@ def _all() -> dict[str, ModelConfig]:
         presets[f"transformer-{size}"] = _transformer(looped)
     for size, rdm in {
         "1m": _rdm(128, 448, 2, 1, vocab=4096, context=512, mean_loops=8),
-        "3m": _rdm(256, 896, 4, 1, vocab=4096, context=512, mean_loops=8),
+        "3m": _rdm(224, 768, 4, 1, vocab=4096, context=512, mean_loops=8),
         "100m": _rdm(1024, 3520, 8, 1, vocab=65_536, context=2048, mean_loops=16),
         "350m": _rdm(2048, 7040, 16, 2, vocab=65_536, context=2048, mean_loops=8),
     }.items():

@@ -1,0 +1,63 @@
+"""Train, study and run looped language models that are stable by construction.
+
+    import parcae
+
+    model = parcae.create("parcae-10m")              # any name in parcae.PRESETS
+    model(tokens, depths=8).logits                   # the same weights, looped 8 times
+    model(tokens, targets=targets, depths=[2, 9]).loss.backward()
+    parcae.save(model, "folder")
+    parcae.load("folder")
+
+Heavy modules are imported when a name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parcae.config import ConfigError, Curriculum, LoopConfig, ModelConfig
+    from parcae.files import FileError
+    from parcae.model import create
+    from parcae.model.depth import Depths
+    from parcae.model.store import load, save
+    from parcae.presets import PRESETS, preset
+
+__all__ = [
+    "PRESETS",
+    "ConfigError",
+    "Curriculum",
+    "Depths",
+    "FileError",
+    "LoopConfig",
+    "ModelConfig",
+    "create",
+    "load",
+    "preset",
+    "save",
+]
+
+_HOME = {
+    "PRESETS": "presets",
+    "ConfigError": "config",
+    "Curriculum": "config",
+    "Depths": "model.depth",
+    "FileError": "files",
+    "LoopConfig": "config",
+    "ModelConfig": "config",
+    "create": "model",
+    "load": "model.store",
+    "preset": "presets",
+    "save": "model.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"parcae.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'parcae' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,49 @@
+"""The models: blocks, injection, depth, loop, and their weights on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from parcae.config import ModelConfig
+    from parcae.model.frame import LanguageModel
+
+
+def build(config: ModelConfig) -> LanguageModel:
+    """The model a configuration describes, without memory for its weights (on the meta device)."""
+    import torch
+
+    from parcae.model.looped import LoopedModel
+    from parcae.model.transformer import Transformer
+
+    with torch.device("meta"):
+        return Transformer(config) if config.architecture == "transformer" else LoopedModel(config)
+
+
+def create(
+    model: str | ModelConfig,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    **overrides: Any,
+) -> LanguageModel:
+    """A new model by preset name or configuration; the same seed gives the same weights.
+
+    Keyword arguments change keys of a preset: `create("parcae-10m", context_length=256)`.
+    """
+    import torch
+
+    from parcae.model.init import init_weights
+    from parcae.presets import preset
+    from parcae.recipe import build as build_config
+    from parcae.recipe import merge, plain
+
+    if isinstance(model, str):
+        config = preset(model, overrides)
+    else:
+        config = build_config(type(model), merge(plain(model), overrides), "model")
+    created = build(config).to_empty(device=device)
+    init_weights(created, config, torch.Generator(device).manual_seed(seed))
+    return created

@@ -1,0 +1,155 @@
+"""What every architecture shares: rotary embeddings, attention, MLP, block, stack of blocks.
+
+Shapes: B rows, S positions, D width, H heads, K key-value heads, E head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parcae.config import BlockShape, ModelConfig
+
+GATE_CHANNELS = 32
+"""A value embedding's gate reads this many channels of the block's input."""
+QK_NORM_EPS = torch.finfo(torch.float32).eps
+
+
+class Rope(NamedTuple):
+    """Cosines and sines [S, E/2] that turn the pairs (2i, 2i+1) of a head."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rope_table(length: int, head_dim: int, theta: float, device: torch.device) -> Rope:
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+    return Rope(angles.cos(), angles.sin())
+
+
+def rotate(x_BSHE: Tensor, rope: Rope) -> Tensor:
+    """Turn each pair of channels by an angle that grows with the position."""
+    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]
+    even, odd = x_BSHE.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return turned.flatten(-2).to(x_BSHE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; on some layers the values receive a gated token embedding."""
+
+    def __init__(self, config: ModelConfig, shape: BlockShape, gated: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.qk_norm = config.qk_norm
+        self.q = nn.Linear(shape.width, shape.width, bias=False)
+        self.k = nn.Linear(shape.width, shape.kv_width, bias=False)
+        self.v = nn.Linear(shape.width, shape.kv_width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.gate: nn.Linear | None = None
+        if gated:
+            self.gate = nn.Linear(min(GATE_CHANNELS, shape.width), shape.kv_heads, bias=False)
+
+    def project(self, z_BSD: Tensor, rope: Rope, value: Tensor | None) -> tuple[Tensor, ...]:
+        """Queries [B, H, S, E], keys and values [B, K, S, E]."""
+        E = self.shape.head_dim
+        q = self.q(z_BSD).unflatten(-1, (-1, E))
+        k = self.k(z_BSD).unflatten(-1, (-1, E))
+        v = self.v(z_BSD).unflatten(-1, (-1, E))
+        if self.gate is not None and value is not None:
+            gate = 2.0 * torch.sigmoid(self.gate(z_BSD[..., : self.gate.in_features]))
+            v = v + gate[..., None] * value.unflatten(-1, (-1, E))
+        q, k = rotate(q, rope), rotate(k, rope)
+        if self.qk_norm:
+            q, k = F.rms_norm(q, (E,), eps=QK_NORM_EPS), F.rms_norm(k, (E,), eps=QK_NORM_EPS)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def forward(self, z_BSD: Tensor, rope: Rope, value: Tensor | None = None) -> Tensor:
+        q, k, v = self.project(z_BSD, rope, value)
+        grouped = self.shape.kv_heads != self.shape.heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class HalfSquaredRelu(torch.autograd.Function):
+    """0.5 relu(x)^2. Its derivative is relu(x), so that is all the backward needs to keep."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        rectified = x.relu()
+        return rectified.square().mul_(0.5), rectified
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, gradient, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (rectified,) = ctx.saved_tensors
+        return gradient * rectified
+
+
+class MLP(nn.Module):
+    """`relu2`: proj(0.5 relu(fc x)^2). `swiglu`: proj(silu(gate) * up), [gate; up] stacked in fc."""
+
+    def __init__(self, config: ModelConfig, shape: BlockShape) -> None:
+        super().__init__()
+        self.gated = config.mlp == "swiglu"
+        rows = shape.mlp_width * (2 if self.gated else 1)
+        self.fc = nn.Linear(shape.width, rows, bias=False)
+        self.proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc(x)
+        if self.gated:
+            gate, up = hidden.chunk(2, dim=-1)
+            return self.proj(F.silu(gate) * up)
+        return self.proj(HalfSquaredRelu.apply(hidden)[0])  # pyright: ignore[reportOptionalSubscript]
+
+
+class Block(nn.Module):
+    """A residual block. `pre`: x + f(N(x)). `residual`: N(x + f(N(x))), the RDM's four norms."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        shape = config.block_of_layer(layer)
+        self.norm_attn = nn.RMSNorm(shape.width, eps=config.norm_eps)
+        self.attn = Attention(config, shape, gated=config.has_value_embedding(layer))
+        self.norm_mlp = nn.RMSNorm(shape.width, eps=config.norm_eps)
+        self.mlp = MLP(config, shape)
+        self.norm_after_attn: nn.RMSNorm | None = None
+        self.norm_after_mlp: nn.RMSNorm | None = None
+        if config.norm == "residual":
+            self.norm_after_attn = nn.RMSNorm(shape.width, eps=config.norm_eps)
+            self.norm_after_mlp = nn.RMSNorm(shape.width, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, rope: Rope, value: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), rope, value)
+        if self.norm_after_attn is not None:
+            x = self.norm_after_attn(x)
+        x = x + self.mlp(self.norm_mlp(x))
+        if self.norm_after_mlp is not None:
+            x = self.norm_after_mlp(x)
+        return x
+
+
+Values = Sequence[Tensor | None]
+"""For each layer of a stack its value embeddings of the tokens at hand [B, S, K*E], or None."""
+
+
+class Stack(nn.ModuleList):
+    """Blocks one after the other; layers are numbered over prelude, core and coda, unlooped."""
+
+    def __init__(self, config: ModelConfig, first_layer: int, layers: int) -> None:
+        super().__init__(Block(config, first_layer + i) for i in range(layers))
+
+    def forward(self, x: Tensor, rope: Rope, values: Values) -> Tensor:
+        for block, value in zip(self, values, strict=True):
+            x = block(x, rope, value)
+        return x

@@ -1,0 +1,144 @@
+"""The frame around the layers that all language models here share: tokens in, logits or loss out.
+
+Nothing is kept on a module between two calls; what a forward knows, it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from parcae.config import ModelConfig
+from parcae.model.blocks import Rope, rope_table
+from parcae.model.depth import Depths
+
+LOSS_CHUNK = 512
+"""Positions whose logits exist at a time while a loss is computed: faster than all, and lean."""
+IGNORED_TARGET = -100
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What happened loop by loop, detached, in the caller's order of rows.
+
+    A row that has ended stays where it ended: `states[t]` is the state after min(t, T) loops and
+    `logits[t - 1]` what it predicts there; `residuals[t - 1]` is NaN from then on.
+    """
+
+    states: Tensor | None = None
+    """h_0 .. h_T: [T + 1, B, S, d_h]."""
+    residuals: Tensor | None = None
+    """||h_t - h_(t-1)|| for each position: [T, B, S]."""
+    logits: Tensor | None = None
+    """Predictions after every loop: [T, B, S, V]."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Logits, or the mean loss where targets were given."""
+
+    logits: Tensor | None
+    loss: Tensor | None
+    depths: Depths
+    state: Tensor | None = None
+    """h_T [B, S, d_h]; None for a Transformer."""
+    trajectory: Trajectory | None = None
+
+
+class LanguageModel(nn.Module):
+    """Embedding, value tables, final norm and head; subclasses put layers between."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.value_tables = nn.ModuleDict(
+            {
+                str(layer): nn.Embedding(config.vocab_size, config.block_of_layer(layer).kv_width)
+                for layer in range(config.layers)
+                if config.has_value_embedding(layer)
+            }
+        )
+        self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head: nn.Linear | None = None
+        if not config.tied_embeddings:
+            self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+
+    @property
+    def unembedding(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the stacks of layers in place, for any number of rows without recompiling."""
+        raise NotImplementedError
+
+    def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
+        """The value embeddings of each layer of a stack; looked up once, whatever the loops."""
+        keys = (str(first_layer + i) for i in range(layers))
+        return [self.value_tables[k](tokens) if k in self.value_tables else None for k in keys]
+
+    def rope(self, length: int, head_dim: int) -> Rope:
+        return rope_table(length, head_dim, self.config.rope_theta, self.device)
+
+    def logits(self, x: Tensor) -> Tensor:
+        return F.linear(self.final_norm(x), self.unembedding).float()
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy, a few hundred positions at a time, so all logits never exist at once.
+
+        The chunks work out gradients on the way, so without gradient plain logits are cheaper.
+        """
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_CHUNK)
+        return F.linear_cross_entropy(
+            self.final_norm(x).flatten(0, 1),
+            self.unembedding,
+            targets.flatten().long(),
+            ignore_index=IGNORED_TARGET,
+            options=options,
+        )
+
+    def check(self, tokens: Tensor, targets: Tensor | None) -> None:
+        """Refuse what would fail later, or worse, would not."""
+        limit, vocab = self.config.context_length, self.config.vocab_size
+        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+            kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise TypeError(f"tokens: an integer tensor [rows, positions] is needed, not {kind}.")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens: shape {[*tokens.shape]} is not [rows, positions].")
+        if tokens.numel() == 0:
+            raise ValueError(f"tokens: empty, shape {[*tokens.shape]}. Give at least one token.")
+        if tokens.shape[1] > limit:
+            raise ValueError(
+                f"tokens: {tokens.shape[1]} positions, but the model's context_length is {limit}. "
+                "Shorten the sequence, or build the model with a longer context_length."
+            )
+        _check_ids("tokens", tokens, vocab, ignored=None)
+        if targets is not None:
+            if targets.shape != tokens.shape or targets.is_floating_point():
+                raise ValueError(
+                    f"targets: {targets.dtype} {[*targets.shape]}; "
+                    f"they must be integers shaped like tokens, {[*tokens.shape]}."
+                )
+            _check_ids("targets", targets, vocab, ignored=IGNORED_TARGET)
+
+
+def _check_ids(name: str, ids: Tensor, vocab: int, ignored: int | None) -> None:
+    """On a CPU only: elsewhere looking at the values would stall the device's queue."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    low, high = (int(x) for x in ids.aminmax())
+    if high < vocab and (low >= 0 or (ids[ids < 0] == ignored).all()):
+        return
+    wrong = ids[((ids < 0) & (ids != ignored if ignored is not None else True)) | (ids >= vocab)]
+    raise ValueError(
+        f"{name}: id {int(wrong[0])} is outside the vocabulary of {vocab} (0 to {vocab - 1}). "
+        "Was the text encoded with this model's tokenizer?"
+    )

@@ -1,0 +1,138 @@
+"""Every initial value in one place.
+
+`scaled-zero` (the Transformer setup), with std = sqrt(2 / 5d) for a block of width d:
+    projections orthogonal with gain std * sqrt(max(rows, columns)); embeddings truncated normal;
+    attention-out and MLP-out zero, so that every block starts as the identity;
+    value embeddings N(0, 1), their gates zero, so that every gate starts open at 1.
+`scaled` (the RDM setup): everything N(0, 2 / 5d), out-projections divided by sqrt(2 * depth),
+    depth counted with the core unrolled to its mean.
+
+The injection starts the same way in both: decay sqrt(1/5), B the identity (orthogonal if not
+square). The looped state h_0 is zero, or "like-init": truncated normal with the same std.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from parcae.config import ModelConfig
+from parcae.model.blocks import Block
+from parcae.model.depth import row_generator
+from parcae.model.injection import ConcatenationInjection, DiagonalInjection
+
+INITIAL_DECAY = math.sqrt(1 / 5)
+
+
+def projection_std(width: int) -> float:
+    return math.sqrt(2 / (5 * width))
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
+    """Set every parameter; one that no rule covers is an error, not left as it was."""
+    initialised: set[Tensor] = set()
+
+    def done(*parameters: Tensor | None) -> None:
+        initialised.update(p for p in parameters if p is not None)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+            done(module.weight)
+        elif isinstance(module, Block):
+            _init_block(module, config, generator)
+            done(*(p for p in module.parameters() if p.ndim == 2))
+        elif isinstance(module, DiagonalInjection):
+            _init_diagonal(module, generator)
+            done(*module.parameters())
+        elif isinstance(module, ConcatenationInjection):
+            nn.init.normal_(module.W, std=projection_std(config.width), generator=generator)
+            done(module.W)
+        elif isinstance(module, nn.Embedding):
+            is_value_table = name.startswith("value_tables")
+            std = 1.0 if is_value_table else projection_std(config.width)
+            _init_embedding(module.weight, std, config, generator, truncated=not is_value_table)
+            done(module.weight)
+        elif name in ("readout", "head") and isinstance(module, nn.Linear):
+            _init_projection(module.weight, config.width, config, generator)
+            done(module.weight)
+    missed = [name for name, p in model.named_parameters() if p not in initialised]
+    if missed:
+        raise RuntimeError(f"no initial value is defined for {', '.join(missed)}")
+
+
+def draw_state(
+    shape: Sequence[int], generator: torch.Generator | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """A "like-init" state [..., d_h]: truncated normal, std sqrt(2 / 5 d_h), cut at 3 std."""
+    std = projection_std(shape[-1])
+    state = torch.empty(*shape, device=generator.device if generator else device)
+    nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
+    return state.to(device, dtype)
+
+
+def draw_state_rows(
+    config: ModelConfig,
+    seed: int,
+    step: int,
+    rows: Sequence[int],
+    length: int,
+    device: str | torch.device = "cpu",
+) -> Tensor:
+    """The states [rows, length, d_h] of the given global rows of a step, whoever holds them."""
+    shape = (length, config.core_block.width)
+    device = torch.device(device)
+    if config.loop.state_init == "zero":
+        return torch.zeros(len(rows), *shape, device=device)
+    generators = (row_generator(seed, step, row, "state", device) for row in rows)
+    return torch.stack([draw_state(shape, g, device, torch.float32) for g in generators])
+
+
+def _init_block(block: Block, config: ModelConfig, generator: torch.Generator) -> None:
+    attn, mlp, width = block.attn, block.mlp, block.attn.shape.width
+    for projection in (attn.q, attn.k, attn.v, mlp.fc):
+        _init_projection(projection.weight, width, config, generator)
+    for out in (attn.out, mlp.proj):
+        if config.init == "scaled-zero":
+            nn.init.zeros_(out.weight)
+        else:
+            looped = config.prelude_layers + config.coda_layers
+            depth = looped + config.core_layers * config.loop.mean_loops
+            std = projection_std(width) / math.sqrt(2 * depth)
+            nn.init.normal_(out.weight, std=std, generator=generator)
+    if attn.gate is not None:
+        nn.init.zeros_(attn.gate.weight)
+
+
+def _init_projection(
+    weight: Tensor, width: int, config: ModelConfig, generator: torch.Generator
+) -> None:
+    std = projection_std(width)
+    if config.init == "scaled-zero":
+        gain = std * math.sqrt(max(weight.shape))
+        nn.init.orthogonal_(weight, gain=gain, generator=generator)
+    else:
+        nn.init.normal_(weight, std=std, generator=generator)
+
+
+def _init_embedding(
+    weight: Tensor, std: float, config: ModelConfig, generator: torch.Generator, truncated: bool
+) -> None:
+    if truncated and config.init == "scaled-zero":
+        nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
+    else:
+        nn.init.normal_(weight, std=std, generator=generator)
+
+
+def _init_diagonal(injection: DiagonalInjection, generator: torch.Generator) -> None:
+    step = -math.log(INITIAL_DECAY)
+    nn.init.zeros_(injection.log_A)
+    nn.init.constant_(injection.dt_bias, math.log(math.expm1(step)))  # softplus of it is the step
+    if injection.B.shape[0] == injection.B.shape[1]:
+        nn.init.eye_(injection.B)
+    else:
+        nn.init.orthogonal_(injection.B, generator=generator)

@@ -1,0 +1,260 @@
+"""Prelude -> loop -> coda. Parcae and the recurrent depth models are configurations of it.
+
+    e      = N(Prelude(embed(s)))                       prelude norm, where configured
+    h_t    = Blocks(A_bar h_(t-1) + B_bar e)            t = 1 .. T, the first T - k without gradient
+    logits = head(N(Coda(C h_T)))
+
+Every sequence has a depth T of its own and loops exactly that often: rows are sorted by depth,
+deepest first, so the rows that still loop are always a prefix of the batch. A sequence's loops
+depend on no other sequence and not on the loop's index, so the order changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from parcae.config import ModelConfig
+from parcae.model.blocks import Rope, Stack, Values
+from parcae.model.depth import Depths, Schedule, as_depths, sample
+from parcae.model.frame import LanguageModel, Output, Trajectory
+from parcae.model.init import draw_state
+from parcae.model.injection import build_injection
+
+Record = Literal["states", "residuals", "logits"]
+RECORDS: tuple[Record, ...] = ("states", "residuals", "logits")
+
+
+class Core(nn.Module):
+    """One loop: inject, then run the blocks. This is what is compiled."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.injection = build_injection(config)
+        self.blocks = Stack(config, config.prelude_layers, config.core_layers)
+
+    def forward(
+        self, h: Tensor, transition: Tensor, drive: Tensor, rope: Rope, values: Values
+    ) -> Tensor:
+        return self.blocks(self.injection.mix(h, transition, drive), rope, values)
+
+
+class Loop(nn.Module):
+    """All loops of a batch. One module, so that sharded weights are gathered once for all loops."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.core = Core(config)
+
+    def forward(
+        self,
+        h: Tensor,
+        e: Tensor,
+        schedule: Schedule,
+        rope: Rope,
+        values: Values,
+        recorder: Recorder | None = None,
+    ) -> Tensor:
+        """h_T of every row, from h_0; rows stand in the schedule's order."""
+        transition, drive = self.core.injection.prepare(e)
+
+        def passes(h: Tensor, active: Sequence[int], done: Sequence[int]) -> Tensor:
+            return self._passes(h, active, transition, drive, rope, values, recorder, done)
+
+        start = (0,) * len(h)
+        if not torch.is_grad_enabled():
+            return passes(h, schedule.all_loops, start)
+        with torch.no_grad():
+            h = passes(h, schedule.free, start)
+        return passes(h, schedule.carried, schedule.depths.free_loops)
+
+    def _passes(
+        self,
+        h: Tensor,
+        active: Sequence[int],
+        transition: Tensor,
+        drive: Tensor,
+        rope: Rope,
+        values: Values,
+        recorder: Recorder | None,
+        done: Sequence[int],
+    ) -> Tensor:
+        """One pass of the core per entry of `active`, on that many leading rows."""
+        finished: list[Tensor] = []
+        for index, rows in enumerate(active):
+            if rows < len(h):
+                finished.append(h[rows:])
+                h, drive = h[:rows], drive[:rows]
+                values = [None if v is None else v[:rows] for v in values]
+            h = self.core(h, transition, drive, rope, values)
+            if recorder is not None:
+                recorder.observe(h, [done[row] + index + 1 for row in range(rows)])
+        return torch.cat([h, *reversed(finished)]) if finished else h
+
+
+class Recorder:
+    """Collects the states of one forward, by row and by the row's own count of loops."""
+
+    def __init__(self, h: Tensor, depths: Depths) -> None:
+        self.loops = depths.loops
+        self.states = h.new_zeros(max(self.loops) + 1, *h.shape)
+        self.states[0] = h.detach()
+
+    def observe(self, h: Tensor, loops: Sequence[int]) -> None:
+        index = torch.tensor(loops, device=h.device)
+        self.states[index, torch.arange(len(h), device=h.device)] = h.detach()
+
+    def finish(self) -> Tensor:
+        """Rows that have ended stay where they ended."""
+        for row, loops in enumerate(self.loops):
+            self.states[loops + 1 :, row] = self.states[loops, row]
+        return self.states
+
+    def residuals(self) -> Tensor:
+        moved = (self.states[1:] - self.states[:-1]).float().norm(dim=-1)
+        for row, loops in enumerate(self.loops):
+            moved[loops:, row] = torch.nan
+        return moved
+
+
+class LoopedModel(LanguageModel):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.prelude = Stack(config, 0, config.prelude_layers)
+        self.prelude_norm: nn.RMSNorm | None = None
+        if config.prelude_norm:
+            self.prelude_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.loop = Loop(config)
+        self.readout: nn.Linear | None = None
+        if config.readout:
+            self.readout = nn.Linear(config.core_block.width, config.width, bias=False)
+        self.coda = Stack(config, config.prelude_layers + config.core_layers, config.coda_layers)
+
+    def compile_layers(self, **options: Any) -> None:
+        for part in (self.prelude, self.loop.core, self.coda):
+            part.compile(**{"dynamic": True, **options})
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        depths: int | Sequence[int] | Tensor | Depths | Literal["sample"] | None = None,
+        state: Tensor | Literal["zero", "like-init"] | None = None,
+        generator: torch.Generator | None = None,
+        trajectory: bool | Collection[Record] = False,
+    ) -> Output:
+        """Logits [B, S, V] at the given depth, or the loss where targets are given.
+
+        `depths`: loops for all sequences, or one number for each, or `Depths` to say how many
+        carry gradient (else `loop.gradient_loops`), or "sample" to draw them from the generator.
+        Left out, it is the mean the model was trained with.
+        `state`: the initial state [B, S, d_h], "zero", or "like-init", drawn from the generator;
+        left out, it is what the model is configured with.
+        `trajectory`: True, or some of "states", "residuals", "logits", to see every loop.
+        """
+        self.check(tokens, targets)
+        wanted = self._depths(depths, len(tokens), generator)
+        schedule = Schedule.of(wanted)
+        h = self._initial_state(state, tokens.shape, generator)
+        order = None if schedule.is_sorted else torch.tensor(schedule.order, device=tokens.device)
+        if order is not None:
+            tokens, h = tokens[order], h[order]
+            targets = None if targets is None else targets[order]
+
+        e = self.encode(tokens)
+        records = _records(trajectory)
+        recorder = Recorder(h, schedule.depths) if records else None
+        rope = self.rope(tokens.shape[1], self.config.core_block.head_dim)
+        values = self.values(tokens, self.config.prelude_layers, self.config.core_layers)
+        h = self.loop(h, e, schedule, rope, values, recorder)
+        x = self.decode(h, tokens)
+
+        logits = loss = None
+        if targets is None:
+            logits = self.logits(x)
+        else:
+            loss = self.loss(x, targets)
+        seen = self._trajectory(recorder, tokens, records) if recorder else None
+        if order is not None:
+            place = torch.argsort(order)
+            h = h[place]
+            logits = None if logits is None else logits[place]
+            seen = _reorder(seen, place)
+        return Output(logits=logits, loss=loss, depths=wanted, state=h, trajectory=seen)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """e: what the prelude makes of the tokens, and what every loop is given."""
+        rope = self.rope(tokens.shape[1], self.config.block.head_dim)
+        x = self.embed(tokens)
+        if len(self.prelude):
+            x = self.prelude(x, rope, self.values(tokens, 0, self.config.prelude_layers))
+        return x if self.prelude_norm is None else self.prelude_norm(x)
+
+    def decode(self, h: Tensor, tokens: Tensor) -> Tensor:
+        """Coda(C h), before the final norm."""
+        x = h if self.readout is None else self.readout(h)
+        if not len(self.coda):
+            return x
+        first = self.config.prelude_layers + self.config.core_layers
+        rope = self.rope(tokens.shape[1], self.config.block.head_dim)
+        return self.coda(x, rope, self.values(tokens, first, self.config.coda_layers))
+
+    def _depths(self, depths: Any, rows: int, generator: torch.Generator | None) -> Depths:
+        loop = self.config.loop
+        if depths is None:
+            depths = loop.nominal_loops
+        if isinstance(depths, str):
+            if depths != "sample":
+                raise ValueError(f'depths: {depths!r}. Give numbers, or "sample" to draw them.')
+            source = generator or torch.default_generator
+            seed = torch.randint(1 << 62, (), generator=source, device=source.device)
+            return sample(loop, rows, torch.Generator().manual_seed(int(seed)))
+        return as_depths(depths, rows, loop)
+
+    def _initial_state(
+        self, state: Any, shape: torch.Size, generator: torch.Generator | None
+    ) -> Tensor:
+        full = (*shape, self.config.core_block.width)
+        dtype = self.embed.weight.dtype
+        if isinstance(state, Tensor):
+            if state.shape != full or not state.is_floating_point():
+                raise ValueError(
+                    f"state: {state.dtype} {[*state.shape]}; floats shaped {[*full]} are needed."
+                )
+            return state.to(self.device, dtype)
+        kind = state or self.config.loop.state_init
+        if kind == "zero":
+            return torch.zeros(full, device=self.device, dtype=dtype)
+        if kind == "like-init":
+            return draw_state(full, generator, self.device, dtype)
+        raise ValueError(f'state: {state!r}. Give a tensor, "zero" or "like-init".')
+
+    def _trajectory(self, recorder: Recorder, tokens: Tensor, records: set[Record]) -> Trajectory:
+        states = recorder.finish()
+        logits = None
+        if "logits" in records:
+            with torch.no_grad():
+                logits = torch.stack([self.logits(self.decode(h, tokens)) for h in states[1:]])
+        return Trajectory(
+            states=states if "states" in records else None,
+            residuals=recorder.residuals() if "residuals" in records else None,
+            logits=logits,
+        )
+
+
+def _records(trajectory: bool | Collection[Record]) -> set[Record]:
+    wanted = set(RECORDS if trajectory is True else trajectory or ())
+    if unknown := wanted - set(RECORDS):
+        raise ValueError(f"trajectory: {sorted(unknown)}. Known: {', '.join(RECORDS)}.")
+    return cast("set[Record]", wanted)
+
+
+def _reorder(trajectory: Trajectory | None, place: Tensor) -> Trajectory | None:
+    if trajectory is None:
+        return None
+    parts = (trajectory.states, trajectory.residuals, trajectory.logits)
+    return Trajectory(*(None if part is None else part[:, place] for part in parts))

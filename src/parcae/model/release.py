@@ -1,0 +1,233 @@
+"""Reads the reference release's format: `config.json` with `_class_name`, `pytorch_model.bin`.
+
+The tensors are the same as ours, one for one; only the names differ. Every key of the file is
+accounted for, and a setting that would change the mathematics in a way we do not implement is an
+error, never a silent difference.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcae.config import LoopConfig, ModelConfig
+from parcae.files import FileError
+
+LOOPED, FIXED = "ParcaeConfig", "GPTConfig"
+
+SAMPLERS = {
+    "poisson-truncated-full": "poisson",
+    "poisson-full": "poisson-full",
+    "poisson-fill": "poisson-fill",
+    "fixed": "fixed",
+}
+INJECTIONS = {"diagonal": "diagonal", "linear": "concatenation", "add": "addition"}
+MLPS = {("BaseMLP", "ReLU2"): "relu2", ("GatedMLP", "SiLU"): "swiglu"}
+MUST_BE: dict[str, Any] = {
+    "block_class_name": "TransformerPreNormBlock",
+    "norm_class_name": "RMSNorm",
+    "bias": False,
+    "qk_bias": False,
+    "clip_qkv": None,
+    "logit_softcap": None,
+    "debias_attention": False,
+    "center_attention": False,
+    "use_abacus": False,
+    "randomize_positions_from": None,
+    "mup_model_scaling_factor": 1,
+    "init_strategy": "scaled-zero",  # the other strategies also scale embeddings or logits
+}
+
+_BLOCK = {
+    "norm_1": "norm_attn",
+    "attn.c_q": "attn.q",
+    "attn.c_k": "attn.k",
+    "attn.c_v": "attn.v",
+    "attn.c_proj": "attn.out",
+    "attn.ve_gate": "attn.gate",
+    "norm_2": "norm_mlp",
+    "mlp.fc": "mlp.fc",
+    "mlp.proj": "mlp.proj",
+}
+_STACK = {"prelude": "prelude", "core_block": "loop.core.blocks", "coda": "coda", "h": "blocks"}
+_SINGLE = {
+    "transformer.wte.weight": "embed.weight",
+    "transformer.adapter.A_log": "loop.core.injection.log_A",
+    "transformer.adapter.dt_bias": "loop.core.injection.dt_bias",
+    "transformer.adapter.B": "loop.core.injection.B",
+    "transformer.adapter.adapter.weight": "loop.core.injection.W",
+    "transformer.C.weight": "readout.weight",
+    "transformer.ln_prelude.weight": "prelude_norm.weight",
+    "transformer.ln_f.weight": "final_norm.weight",
+    "lm_head.weight": "head.weight",
+}
+
+
+def is_release(header: Any) -> bool:
+    return isinstance(header, dict) and "_class_name" in header
+
+
+def our_name(key: str) -> str | None:
+    """Our name for a key of the release; None for a key we do not know."""
+    if key in _SINGLE:
+        return _SINGLE[key]
+    if match := re.fullmatch(r"value_embeds\.(\d+)\.weight", key):
+        return f"value_tables.{match[1]}.weight"
+    match = re.fullmatch(r"transformer\.(\w+)\.(\d+)\.(.+)\.weight", key)
+    if match and match[1] in _STACK and match[3] in _BLOCK:
+        return f"{_STACK[match[1]]}.{match[2]}.{_BLOCK[match[3]]}.weight"
+    return None
+
+
+def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The configuration and weights of a release folder, under our names."""
+    found = _read_tensors(folder)
+    weights: dict[str, Tensor] = {}
+    unknown = []
+    for key, tensor in found.items():
+        name = our_name(key)
+        if name is not None:
+            weights[name] = tensor
+        elif key != "freqs_cis":  # a stored table of angles; ours are computed
+            unknown.append(key)
+    if unknown:
+        raise FileError(f"{folder}: keys that no part of the model has: {', '.join(unknown)}.")
+    try:
+        config = _translate(header, weights)
+    except (KeyError, TypeError) as error:
+        raise FileError(f"{folder / 'config.json'}: missing or malformed key: {error}.") from None
+    if config.tied_embeddings:
+        head = weights.pop("head.weight", None)
+        if head is not None and not torch.equal(head, weights.get("embed.weight", head)):
+            raise FileError(
+                f"{folder}: tie_embeddings is true, but lm_head.weight differs from wte.weight."
+            )
+    _drop_unused_gates(weights, config)
+    return config, weights
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from parcae.model.store import WEIGHTS_FILE, read_weights
+
+    if (folder / WEIGHTS_FILE).exists():
+        return read_weights(folder / WEIGHTS_FILE)
+    path = folder / "pytorch_model.bin"
+    if not path.exists():
+        raise FileError(f"{folder}: neither {WEIGHTS_FILE} nor {path.name} is there.")
+    try:
+        tensors = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FileError(f"{path}: cannot be read as plain tensors ({reason}).") from None
+    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+        raise FileError(f"{path}: not a dictionary of tensors.")
+    return tensors
+
+
+def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ModelConfig:
+    kind = header["_class_name"]
+    if kind not in (LOOPED, FIXED):
+        raise FileError(f"config.json: _class_name {kind!r}; {LOOPED} and {FIXED} are known.")
+    for key, value in MUST_BE.items():
+        if header.get(key, value) != value:
+            raise FileError(f"config.json: {key} = {header[key]!r} is not supported, only {value!r}.")
+    rope = header.get("rope_settings") or {}
+    if not rope.get("use_rope", True) or rope.get("rope_condense_ratio", 1) != 1:
+        raise FileError(f"config.json: rope_settings {rope} are not supported; use plain RoPE.")
+    mlp = (header.get("mlp_class_name", "BaseMLP"), header.get("nonlin_name", "ReLU2"))
+    shared: dict[str, Any] = dict(
+        vocab_size=_padded_vocab(header),
+        context_length=header["block_size"],
+        width=header["n_embd"],
+        heads=header["num_attention_heads"],
+        kv_heads=header.get("num_key_value_heads"),
+        mlp_width=header.get("intermediate_size"),
+        mlp=_known("mlp_class_name, nonlin_name", mlp, MLPS),
+        norm_eps=header.get("norm_eps", 1e-5),
+        qk_norm=header.get("qk_norm", False),
+        value_embeddings=any(name.startswith("value_tables.") for name in weights),
+        rope_theta=float(rope.get("rope_base", 50_000)),
+        tied_embeddings=header.get("tie_embeddings", False),
+    )
+    if kind == FIXED:
+        return ModelConfig(
+            architecture="transformer",
+            prelude_layers=0,
+            core_layers=header["n_layer"],
+            coda_layers=0,
+            injection="none",
+            readout=False,
+            prelude_norm=False,
+            loop=LoopConfig(mean_loops=1, sampler="fixed"),
+            **shared,
+        )
+    heads = header.get("recurrent_num_attention_heads") or header["num_attention_heads"]
+    return ModelConfig(
+        prelude_layers=header["n_layers_in_prelude"],
+        core_layers=header["n_layers_in_recurrent_block"],
+        coda_layers=header["n_layers_in_coda"],
+        state_width=header["recurrent_embedding_dimension"],
+        state_heads=heads,
+        state_kv_heads=heads,
+        state_mlp_width=header["recurrent_intermediation_embedding_dimension"],
+        injection=_known("injection_type", header["injection_type"], INJECTIONS),
+        readout="readout.weight" in weights,
+        prelude_norm=header.get("prelude_norm", False),
+        loop=LoopConfig(
+            mean_loops=header["mean_recurrence"],
+            backprop_loops=header["mean_backprop_depth"],
+            sampler=_known("sampling_scheme", header["sampling_scheme"], SAMPLERS),
+            draw_per=_known(
+                "recurrent_iteration_method",
+                header.get("recurrent_iteration_method", "per-batch"),
+                {"per-sequence": "sequence", "per-batch": "micro-batch"},
+            ),
+            state_init=_known(
+                "state_init",
+                header.get("state_init", "like-init"),
+                {"like-init": "like-init", "zero": "zero"},
+            ),
+        ),
+        **shared,
+    )
+
+
+def _padded_vocab(header: Mapping[str, Any]) -> int:
+    padded = header.get("padded_vocab_size")
+    if padded is not None:
+        return padded
+    multiple = header.get("padding_multiple", 64)
+    return math.ceil(header["vocab_size"] / multiple) * multiple
+
+
+def _known(key: str, value: Any, table: Mapping[Any, Any]) -> Any:
+    if value not in table:
+        raise FileError(f"config.json: {key} = {value!r} is not supported, only {[*table]}.")
+    return table[value]
+
+
+def _drop_unused_gates(weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """The release numbers layers for gates and for tables differently, so that in some shapes a
+    gate has no table to open. It never takes part in a forward there, and has no place here."""
+    stacks = {"prelude": 0, "loop.core.blocks": config.prelude_layers, "blocks": 0}
+    stacks["coda"] = config.prelude_layers + config.core_layers
+    unused = []
+    for name in weights:
+        match = re.fullmatch(r"(.+)\.(\d+)\.attn\.gate\.weight", name)
+        if match and f"value_tables.{stacks[match[1]] + int(match[2])}.weight" not in weights:
+            unused.append(name)
+    for name in unused:
+        del weights[name]
+    if unused:
+        warnings.warn(
+            f"left out gates without a value table, which the release never uses: {unused}",
+            stacklevel=4,
+        )

@@ -1,0 +1,97 @@
+"""Our weights on disk: a folder with `config.json` and `model.safetensors`.
+
+`load` is where reading any checkpoint begins: it looks at the configuration and hands a folder in
+the reference release's format to `release.py`. Nothing from a file is ever unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from parcae.config import ModelConfig
+from parcae.files import FileError, atomic_path, read_json, write_json
+from parcae.model import build
+from parcae.model.frame import LanguageModel
+from parcae.recipe import build as build_config
+from parcae.recipe import plain
+
+FORMAT = "parcae"
+VERSION = 1
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save(model: LanguageModel, folder: str | Path) -> Path:
+    """Write a model's configuration and weights; each file is whole or absent."""
+    folder = Path(folder)
+    weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    with atomic_path(folder / WEIGHTS_FILE) as temporary:
+        save_file(weights, temporary, metadata={"format": "pt"})
+    header = {"format": FORMAT, "version": VERSION, "model": plain(model.config)}
+    write_json(folder / CONFIG_FILE, header)
+    return folder
+
+
+def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
+    """A model from a folder: ours, or the reference release's. In evaluation mode."""
+    from parcae.model.release import is_release, read_release
+
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder. Give the folder that holds {CONFIG_FILE}.")
+    header = read_json(folder / CONFIG_FILE)
+    if is_release(header):
+        config, weights = read_release(folder, header)
+    elif isinstance(header, dict) and header.get("format") == FORMAT:
+        if header.get("version") != VERSION:
+            raise FileError(
+                f"{folder / CONFIG_FILE}: format version {header.get('version')}, but this parcae "
+                f"reads version {VERSION}. Update parcae."
+            )
+        config = build_config(ModelConfig, header.get("model", {}), "model")
+        weights = read_weights(folder / WEIGHTS_FILE)
+    else:
+        raise FileError(
+            f"{folder / CONFIG_FILE}: neither a parcae checkpoint (format = 'parcae') nor the "
+            "reference release's (_class_name). Export the model to one of them."
+        )
+    model = build(config)
+    assign(model, weights, folder)
+    return model.to(device).eval()
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
+
+
+def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) -> None:
+    """Give every parameter its tensor. A missing, left-over or misshapen one is an error."""
+    expected = model.state_dict()
+    problems = [f"missing {name}" for name in expected if name not in weights]
+    problems += [f"left over {name}" for name in weights if name not in expected]
+    problems += [
+        f"{name} is {[*tensor.shape]}, the model needs {[*expected[name].shape]}"
+        for name, tensor in weights.items()
+        if name in expected and tensor.shape != expected[name].shape
+    ]
+    problems += [
+        f"{name} holds {tensor.dtype}, not floats"
+        for name, tensor in weights.items()
+        if not tensor.is_floating_point()
+    ]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if problems[8:] else "")
+        raise FileError(f"{source}: the weights do not fit the configuration: {shown}.")
+    model.load_state_dict(dict(weights), strict=True, assign=True)
+    model.requires_grad_(True)

@@ -1,0 +1,36 @@
+"""The fixed-depth baseline: the same blocks, each run once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from parcae.config import ModelConfig
+from parcae.model.blocks import Stack
+from parcae.model.depth import Depths
+from parcae.model.frame import LanguageModel, Output
+
+
+class Transformer(LanguageModel):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.blocks = Stack(config, 0, config.layers)
+
+    def compile_layers(self, **options: Any) -> None:
+        self.blocks.compile(**{"dynamic": True, **options})
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, depths: int | None = None
+    ) -> Output:
+        self.check(tokens, targets)
+        if depths not in (None, 1):
+            raise ValueError(f"depths: {depths}. A Transformer has no loop; leave depths out.")
+        rows, length = tokens.shape
+        rope = self.rope(length, self.config.block.head_dim)
+        values = self.values(tokens, 0, self.config.layers)
+        x = self.blocks(self.embed(tokens), rope, values)
+        ran = Depths((1,) * rows, (1,) * rows)
+        if targets is not None:
+            return Output(logits=None, loss=self.loss(x, targets), depths=ran)
+        return Output(logits=self.logits(x), loss=None, depths=ran)
