@@ -59,7 +59,7 @@ class LoopConfig:
     mean_loops: float = 8
     """mu_rec: the mean of the depth distribution, and the depth used when none is asked for."""
     backprop_loops: int | None = None
-    """mu_bwd: at most this many of a sequence's last loops carry gradient; ceil(mean/2) if unset."""
+    """mu_bwd: this many of a sequence's last loops carry gradient at most; ceil(mean/2) if unset."""
     sampler: Sampler = "poisson"
     draw_per: Literal["sequence", "micro-batch"] = "sequence"
     state_init: StateInit = "like-init"
@@ -182,9 +182,14 @@ class ModelConfig:
         for name in ("prelude_layers", "coda_layers"):
             value = getattr(self, name)
             require(value >= 0, f"model.{name}", f"{value} is negative", "Use 0 or more.")
-        require(self.norm_eps > 0, "model.norm_eps", f"{self.norm_eps} is not positive", "Try 1e-5.")
         require(
-            self.rope_theta > 0, "model.rope_theta", f"{self.rope_theta} is not positive", "Try 50000."
+            self.norm_eps > 0, "model.norm_eps", f"{self.norm_eps} is not positive", "Try 1e-5."
+        )
+        require(
+            self.rope_theta > 0,
+            "model.rope_theta",
+            f"{self.rope_theta} is not positive",
+            "Try 50000.",
         )
         _check_heads("", self.block)
         if self.architecture == "transformer":

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -45,9 +46,11 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """First column to the left, the others to the right: names, then numbers."""
-    view = Table(title=title, title_justify="left", header_style="bold")
+    view = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD
+    )
     for index, name in enumerate(columns):
-        view.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        view.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         view.add_row(*(str(cell) for cell in row))
     return view

@@ -32,7 +32,9 @@ STYLE = {
 
 
 @contextmanager
-def figure(rows: int = 1, columns: int = 1, *, width: float = 5.2, height: float = 3.6) -> Iterator[Any]:
+def figure(
+    rows: int = 1, columns: int = 1, *, width: float = 5.2, height: float = 3.6
+) -> Iterator[Any]:
     """A figure and its axes in our style, drawn without a screen and closed afterwards."""
     import matplotlib
 
@@ -40,7 +42,8 @@ def figure(rows: int = 1, columns: int = 1, *, width: float = 5.2, height: float
     import matplotlib.pyplot as plt
     from cycler import cycler
 
-    with plt.rc_context({**STYLE, "axes.prop_cycle": cycler(color=PALETTE)}):
+    style: Any = {**STYLE, "axes.prop_cycle": cycler(color=PALETTE)}
+    with plt.rc_context(style):
         canvas, axes = plt.subplots(
             rows, columns, figsize=(width * columns, height * rows), layout="constrained"
         )

@@ -78,7 +78,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
         except BlockingIOError:
             owner = _read_owner(stream)
             raise FileError(
-                f"{folder}: another process{owner} is using it. Wait for it, or choose another folder."
+                f"{folder}: another process{owner} is using it. Wait for it, or use another folder."
             ) from None
         stream.truncate(0)
         stream.write(str(os.getpid()))

@@ -132,7 +132,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(hint) if option is not type(None)]
-        if value is None or value == "none" and str not in options:
+        if value is None or (value == "none" and str not in options):
             return None
         return _convert(options[0], value, key)
     if origin is typing.Literal:

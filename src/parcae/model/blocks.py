@@ -96,7 +96,7 @@ class HalfSquaredRelu(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """`relu2`: proj(0.5 relu(fc x)^2). `swiglu`: proj(silu(gate) * up), [gate; up] stacked in fc."""
+    """`relu2`: proj(0.5 relu(fc x)^2). `swiglu`: proj(silu(gate) * up), fc holds [gate; up]."""
 
     def __init__(self, config: ModelConfig, shape: BlockShape) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -126,15 +127,19 @@ def _loop_counts(value: object, rows: int) -> list[int]:
         if value.ndim > 1:
             raise ValueError(f"depths: one per sequence is needed, not shape {[*value.shape]}.")
         value = value.tolist()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return [value] * rows
+    if _is_whole(value):
+        return [operator.index(value)] * rows  # pyright: ignore[reportArgumentType]
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(f"depths: {value!r}. Give a number of loops, or one per sequence.")
     counts = list(value)
     for count in counts:
-        if not hasattr(count, "__index__") or isinstance(count, bool):
+        if not _is_whole(count):
             raise TypeError(f"depths: {count!r} is not a whole number of loops.")
-    return [int(count) for count in counts]
+    return [operator.index(count) for count in counts]
+
+
+def _is_whole(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
 def sample(loop: LoopConfig, rows: int, generator: torch.Generator, step: int = 0) -> Depths:

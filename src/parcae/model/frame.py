@@ -5,6 +5,7 @@ Nothing is kept on a module between two calls; what a forward knows, it returns.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ class Output:
     trajectory: Trajectory | None = None
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """Embedding, value tables, final norm and head; subclasses put layers between."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -76,9 +77,9 @@ class LanguageModel(nn.Module):
     def device(self) -> torch.device:
         return self.embed.weight.device
 
+    @abstractmethod
     def compile_layers(self, **options: Any) -> None:
         """Compile the stacks of layers in place, for any number of rows without recompiling."""
-        raise NotImplementedError
 
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         """The value embeddings of each layer of a stack; looked up once, whatever the loops."""
@@ -134,11 +135,12 @@ def _check_ids(name: str, ids: Tensor, vocab: int, ignored: int | None) -> None:
     """On a CPU only: elsewhere looking at the values would stall the device's queue."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    low, high = (int(x) for x in ids.aminmax())
-    if high < vocab and (low >= 0 or (ids[ids < 0] == ignored).all()):
+    wrong = (ids < 0) | (ids >= vocab)
+    if ignored is not None:
+        wrong &= ids != ignored
+    if not wrong.any():
         return
-    wrong = ids[((ids < 0) & (ids != ignored if ignored is not None else True)) | (ids >= vocab)]
     raise ValueError(
-        f"{name}: id {int(wrong[0])} is outside the vocabulary of {vocab} (0 to {vocab - 1}). "
+        f"{name}: id {int(ids[wrong][0])} is outside the vocabulary of {vocab} (0 to {vocab - 1}). "
         "Was the text encoded with this model's tokenizer?"
     )

@@ -66,7 +66,10 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
 
 
 def draw_state(
-    shape: Sequence[int], generator: torch.Generator | None, device: torch.device, dtype: torch.dtype
+    shape: Sequence[int],
+    generator: torch.Generator | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Tensor:
     """A "like-init" state [..., d_h]: truncated normal, std sqrt(2 / 5 d_h), cut at 3 std."""
     std = projection_std(shape[-1])

@@ -17,6 +17,7 @@ and the choice of A_bar decides whether the state can blow up (the paper's stabi
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 import torch
@@ -38,26 +39,27 @@ def classify(spectral_radius: float, tolerance: float = 1e-6) -> Stability:
     return "marginally stable" if spectral_radius <= 1 + tolerance else "unstable"
 
 
-class Injection(nn.Module):
+class Injection(nn.Module, ABC):
     """x = A_bar h + B_bar e. Subclasses say what A_bar and B_bar are."""
 
     stability: Stability
     """What the parameterisation guarantees, whatever values it learns."""
 
+    @abstractmethod
     def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
         """(transition, drive): A_bar in the form `mix` wants, and B_bar e [B, S, d_h]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mix(self, h: Tensor, transition: Tensor, drive: Tensor) -> Tensor:
-        raise NotImplementedError
+        """x = A_bar h + drive."""
 
+    @abstractmethod
     def transition_matrix(self) -> Tensor:
         """A_bar, dense [d_h, d_h]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def input_matrix(self) -> Tensor:
         """B_bar, dense [d_h, d_e]."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def spectral_radius(self) -> float:

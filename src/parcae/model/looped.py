@@ -12,7 +12,7 @@ depend on no other sequence and not on the loop's index, so the order changes no
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,23 @@ Record = Literal["states", "residuals", "logits"]
 RECORDS: tuple[Record, ...] = ("states", "residuals", "logits")
 
 
+class LoopInputs(NamedTuple):
+    """What every loop is given; nothing in it depends on the loop, so it is computed once."""
+
+    transition: Tensor
+    drive: Tensor
+    rope: Rope
+    values: Values
+
+    def first(self, rows: int) -> LoopInputs:
+        values = [None if value is None else _cut(value, rows)[0] for value in self.values]
+        return self._replace(drive=_cut(self.drive, rows)[0], values=values)
+
+    def detach(self) -> LoopInputs:
+        values = [None if value is None else value.detach() for value in self.values]
+        return LoopInputs(self.transition.detach(), self.drive.detach(), self.rope, values)
+
+
 class Core(nn.Module):
     """One loop: inject, then run the blocks. This is what is compiled."""
 
@@ -36,10 +53,9 @@ class Core(nn.Module):
         self.injection = build_injection(config)
         self.blocks = Stack(config, config.prelude_layers, config.core_layers)
 
-    def forward(
-        self, h: Tensor, transition: Tensor, drive: Tensor, rope: Rope, values: Values
-    ) -> Tensor:
-        return self.blocks(self.injection.mix(h, transition, drive), rope, values)
+    def forward(self, h: Tensor, inputs: LoopInputs) -> Tensor:
+        x = self.injection.mix(h, inputs.transition, inputs.drive)
+        return self.blocks(x, inputs.rope, inputs.values)
 
 
 class Loop(nn.Module):
@@ -59,40 +75,35 @@ class Loop(nn.Module):
         recorder: Recorder | None = None,
     ) -> Tensor:
         """h_T of every row, from h_0; rows stand in the schedule's order."""
-        transition, drive = self.core.injection.prepare(e)
-
-        def passes(h: Tensor, active: Sequence[int], done: Sequence[int]) -> Tensor:
-            return self._passes(h, active, transition, drive, rope, values, recorder, done)
-
-        start = (0,) * len(h)
+        inputs = LoopInputs(*self.core.injection.prepare(e), rope, values)
         if not torch.is_grad_enabled():
-            return passes(h, schedule.all_loops, start)
+            return self._run(h, schedule.all_loops, inputs, recorder)
         with torch.no_grad():
-            h = passes(h, schedule.free, start)
-        return passes(h, schedule.carried, schedule.depths.free_loops)
+            h = self._run(h, schedule.free, inputs.detach(), recorder)
+        if not h.requires_grad:  # the first loop with gradient is then traced like the others
+            h = h.detach().requires_grad_()
+        return self._run(h, schedule.carried, inputs, recorder)
 
-    def _passes(
-        self,
-        h: Tensor,
-        active: Sequence[int],
-        transition: Tensor,
-        drive: Tensor,
-        rope: Rope,
-        values: Values,
-        recorder: Recorder | None,
-        done: Sequence[int],
+    def _run(
+        self, h: Tensor, active: Sequence[int], inputs: LoopInputs, recorder: Recorder | None
     ) -> Tensor:
         """One pass of the core per entry of `active`, on that many leading rows."""
         finished: list[Tensor] = []
-        for index, rows in enumerate(active):
+        for rows in active:
             if rows < len(h):
-                finished.append(h[rows:])
-                h, drive = h[:rows], drive[:rows]
-                values = [None if v is None else v[:rows] for v in values]
-            h = self.core(h, transition, drive, rope, values)
+                h, ended = _cut(h, rows)
+                finished.append(ended)
+                inputs = inputs.first(rows)
+            h = self.core(h, inputs)
             if recorder is not None:
-                recorder.observe(h, [done[row] + index + 1 for row in range(rows)])
+                recorder.observe(h)
         return torch.cat([h, *reversed(finished)]) if finished else h
+
+
+def _cut(x: Tensor, rows: int) -> tuple[Tensor, ...]:
+    """The rows that go on and those that have ended. Not views, on which compiled code would
+    specialise; nothing writes to either part in place, so sharing memory is safe."""
+    return torch.unsafe_split_with_sizes(x, [rows, len(x) - rows])
 
 
 class Recorder:
@@ -100,12 +111,15 @@ class Recorder:
 
     def __init__(self, h: Tensor, depths: Depths) -> None:
         self.loops = depths.loops
+        self.done = torch.zeros(len(h), dtype=torch.long, device=h.device)
         self.states = h.new_zeros(max(self.loops) + 1, *h.shape)
         self.states[0] = h.detach()
 
-    def observe(self, h: Tensor, loops: Sequence[int]) -> None:
-        index = torch.tensor(loops, device=h.device)
-        self.states[index, torch.arange(len(h), device=h.device)] = h.detach()
+    def observe(self, h: Tensor) -> None:
+        """The leading rows have looped once more."""
+        self.done[: len(h)] += 1
+        rows = torch.arange(len(h), device=h.device)
+        self.states[self.done[: len(h)], rows] = h.detach()
 
     def finish(self) -> Tensor:
         """Rows that have ended stay where they ended."""

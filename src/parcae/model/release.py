@@ -138,25 +138,27 @@ def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Mode
         raise FileError(f"config.json: _class_name {kind!r}; {LOOPED} and {FIXED} are known.")
     for key, value in MUST_BE.items():
         if header.get(key, value) != value:
-            raise FileError(f"config.json: {key} = {header[key]!r} is not supported, only {value!r}.")
+            raise FileError(
+                f"config.json: {key} = {header[key]!r} is not supported, only {value!r}."
+            )
     rope = header.get("rope_settings") or {}
     if not rope.get("use_rope", True) or rope.get("rope_condense_ratio", 1) != 1:
         raise FileError(f"config.json: rope_settings {rope} are not supported; use plain RoPE.")
     mlp = (header.get("mlp_class_name", "BaseMLP"), header.get("nonlin_name", "ReLU2"))
-    shared: dict[str, Any] = dict(
-        vocab_size=_padded_vocab(header),
-        context_length=header["block_size"],
-        width=header["n_embd"],
-        heads=header["num_attention_heads"],
-        kv_heads=header.get("num_key_value_heads"),
-        mlp_width=header.get("intermediate_size"),
-        mlp=_known("mlp_class_name, nonlin_name", mlp, MLPS),
-        norm_eps=header.get("norm_eps", 1e-5),
-        qk_norm=header.get("qk_norm", False),
-        value_embeddings=any(name.startswith("value_tables.") for name in weights),
-        rope_theta=float(rope.get("rope_base", 50_000)),
-        tied_embeddings=header.get("tie_embeddings", False),
-    )
+    shared: dict[str, Any] = {
+        "vocab_size": _padded_vocab(header),
+        "context_length": header["block_size"],
+        "width": header["n_embd"],
+        "heads": header["num_attention_heads"],
+        "kv_heads": header.get("num_key_value_heads"),
+        "mlp_width": header.get("intermediate_size"),
+        "mlp": _known("mlp_class_name, nonlin_name", mlp, MLPS),
+        "norm_eps": header.get("norm_eps", 1e-5),
+        "qk_norm": header.get("qk_norm", False),
+        "value_embeddings": any(name.startswith("value_tables.") for name in weights),
+        "rope_theta": float(rope.get("rope_base", 50_000)),
+        "tied_embeddings": header.get("tie_embeddings", False),
+    }
     if kind == FIXED:
         return ModelConfig(
             architecture="transformer",

@@ -91,7 +91,9 @@ def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) ->
         if not tensor.is_floating_point()
     ]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if problems[8:] else "")
+        shown = "; ".join(problems[:8]) + (
+            f"; and {len(problems) - 8} more" if problems[8:] else ""
+        )
         raise FileError(f"{source}: the weights do not fit the configuration: {shown}.")
     model.load_state_dict(dict(weights), strict=True, assign=True)
     model.requires_grad_(True)

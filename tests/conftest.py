@@ -1,0 +1,67 @@
+"""What tests share: the folder of real data, and small models of every kind."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from parcae.config import LoopConfig, ModelConfig
+from parcae.model import create
+from parcae.model.frame import LanguageModel
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Reference outputs and real text; in CI they must be there."""
+    folder = os.environ.get("PARCAE_TEST_DATA")
+    if folder and Path(folder).is_dir():
+        return Path(folder)
+    if os.environ.get("CI"):
+        pytest.fail("PARCAE_TEST_DATA must name the folder of test data in CI.")
+    pytest.skip("PARCAE_TEST_DATA is not set to the folder of test data.")
+
+
+def tiny(**changes) -> ModelConfig:
+    """A Parcae small enough for brute force, with every switch on."""
+    settings = {
+        "vocab_size": 96,
+        "context_length": 32,
+        "width": 48,
+        "heads": 3,
+        "prelude_layers": 1,
+        "core_layers": 2,
+        "coda_layers": 1,
+        "loop": LoopConfig(mean_loops=4),
+    }
+    return ModelConfig(**{**settings, **changes})
+
+
+RDM = {"injection": "concatenation", "mlp": "swiglu", "qk_norm": False, "init": "scaled"}
+RDM |= {"readout": False, "prelude_norm": False, "value_embeddings": False, "mlp_width": 64}
+
+KINDS: dict[str, ModelConfig] = {
+    "parcae": tiny(),
+    "parcae-zoh": tiny(discretisation="zoh"),
+    "parcae-wide-state": tiny(state_width=64, state_heads=4),
+    "parcae-grouped-heads": tiny(heads=4, kv_heads=2, width=48),
+    "parcae-no-prelude": tiny(prelude_layers=0, coda_layers=0),
+    "rdm": tiny(**RDM, norm="residual"),
+    "rdm-prenorm": tiny(**RDM),
+    "rdm-wide-state": tiny(**{**RDM, "readout": True}, state_width=64, state_heads=4),
+    "addition": tiny(**{**RDM, "injection": "addition"}),
+}
+
+
+def randomised(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """A model whose every parameter is away from its special initial value (zeros, identity)."""
+    model = create(config, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model

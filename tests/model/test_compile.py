@@ -1,0 +1,79 @@
+"""torch.compile on a block, on the loop and on the whole model: same numbers, few compilations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from conftest import KINDS, randomised, tiny
+from parcae.model.depth import Depths
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compilations() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def run(model, loops, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(loops), 7)
+    tokens, targets = torch.randint(96, (2, *shape), generator=generator)
+    state = torch.randn(*shape, model.config.core_block.width, generator=generator)
+    model.zero_grad()
+    depths = Depths.truncated(loops, 2)
+    loss = model(tokens, targets, depths=depths, state=state).loss
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def assert_same(ours, theirs):
+    assert torch.allclose(ours[0], theirs[0], atol=1e-5)
+    for name, gradient in theirs[1].items():
+        scale = gradient.abs().max().clamp(min=1e-6)
+        assert ((ours[1][name] - gradient).abs().max() / scale) < 1e-4, name
+
+
+def test_loop_compiles_once_for_every_batch_size():
+    config = tiny(prelude_layers=1, core_layers=1, coda_layers=1)
+    eager, compiled = randomised(config), randomised(config)
+    compiled.compile_layers()
+    # Sixteen rows that end one after the other: the core sees every size from 16 down to 2.
+    falling = [*range(2, 17), 17]
+    assert_same(run(compiled, falling), run(eager, falling))
+    after_first = compilations()
+    assert after_first <= 5  # prelude, coda, core without and with gradient, core for one row
+    for loops in ([5, 3, 9], [4] * 11, [2, 2, 7, 7, 9, 1]):
+        assert_same(run(compiled, loops, seed=1), run(eager, loops, seed=1))
+    assert compilations() <= after_first + 1  # at most a single row with gradient is new
+
+
+def test_a_block_alone_compiles():
+    model = randomised(KINDS["parcae"])
+    block = model.loop.core.blocks[1]
+    compiled = torch.compile(block, dynamic=True)
+    rope = model.rope(7, 16)
+    for rows in (6, 5, 4, 3, 2):
+        x = torch.randn(rows, 7, 48)
+        value = torch.randn(rows, 7, 48) if block.attn.gate is not None else None
+        assert torch.allclose(compiled(x, rope, value), block(x, rope, value), atol=1e-5)
+    assert compilations() <= 2
+
+
+def test_the_whole_model_wrapped_gives_the_same_numbers():
+    config = tiny(prelude_layers=1, core_layers=1, coda_layers=1)
+    eager, wrapped = randomised(config), torch.compile(randomised(config), dynamic=True)
+    tokens = torch.randint(96, (4, 7))
+    with torch.no_grad():
+        ours = wrapped(tokens, depths=[3, 1, 2, 3], state="zero").logits
+        theirs = eager(tokens, depths=[3, 1, 2, 3], state="zero").logits
+    assert torch.allclose(ours, theirs, atol=1e-5)

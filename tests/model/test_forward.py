@@ -1,0 +1,176 @@
+"""The call itself: what it accepts, what it refuses, and that it repeats."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parcae
+from conftest import KINDS, randomised, tiny
+from parcae.config import LoopConfig
+from parcae.model.init import draw_state_rows
+
+
+@pytest.fixture(scope="module")
+def model():
+    return randomised(KINDS["parcae"]).eval()
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"),
+    [
+        (torch.tensor([[1, 96]]), r"id 96 is outside the vocabulary of 96"),
+        (torch.tensor([[1, -1]]), r"id -1 is outside"),
+        (torch.zeros(2, 0, dtype=torch.long), "empty"),
+        (torch.zeros(0, 2, dtype=torch.long), "empty"),
+        (torch.zeros(1, 33, dtype=torch.long), "context_length is 32"),
+        (torch.zeros(6, dtype=torch.long), r"not \[rows, positions\]"),
+        (torch.zeros(1, 6), "integer tensor"),
+        (torch.zeros(1, 6, dtype=torch.bool), "integer tensor"),
+        ([[1, 2]], "integer tensor"),
+    ],
+)
+def test_bad_tokens(model, tokens, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        model(tokens)
+
+
+@pytest.mark.parametrize(
+    ("targets", "error"),
+    [
+        (torch.zeros(2, 5, dtype=torch.long), "shaped like tokens"),
+        (torch.zeros(2, 6), "shaped like tokens"),
+        (torch.full((2, 6), 96), "id 96 is outside"),
+        (torch.full((2, 6), -1), "id -1 is outside"),
+    ],
+)
+def test_bad_targets(model, targets, error):
+    with pytest.raises(ValueError, match=error):
+        model(TOKENS, targets=targets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"depths": 0}, "at least one"),
+        ({"depths": [3, -1]}, "at least one"),
+        ({"depths": "deep"}, "sample"),
+        ({"state": torch.zeros(2, 6, 47)}, "floats shaped"),
+        ({"state": torch.zeros(2, 6, 48, dtype=torch.long)}, "floats shaped"),
+        ({"state": "random"}, "like-init"),
+        ({"trajectory": ("losses",)}, "Known: states"),
+    ],
+)
+def test_bad_settings(model, settings, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        model(TOKENS, **settings)
+
+
+def test_int32_tokens_and_ignored_targets(model):
+    targets = TOKENS.clone()
+    targets[0] = -100
+    half = model(TOKENS.int(), targets=targets, depths=2, state="zero").loss
+    second = model(TOKENS[1:], targets=TOKENS[1:], depths=2, state="zero").loss
+    assert torch.allclose(half, second, atol=1e-6)
+
+
+def test_loss_is_the_cross_entropy_of_the_logits(model):
+    tokens = torch.randint(96, (40, 30))
+    targets = torch.randint(96, (40, 30))  # more positions than one chunk of the loss
+    with torch.no_grad():
+        logits = model(tokens, depths=2, state="zero").logits
+        loss = model(tokens, targets=targets, depths=2, state="zero").loss
+    oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert torch.allclose(loss, oracle, atol=1e-6)
+    assert logits.dtype == torch.float32
+
+
+def test_zero_state_and_seeded_state_repeat(model):
+    def seeded(seed):
+        return model(TOKENS, depths=3, generator=torch.Generator().manual_seed(seed)).logits
+
+    with torch.no_grad():
+        assert torch.equal(seeded(1), seeded(1))
+        assert not torch.equal(seeded(1), seeded(2))
+        zero = [model(TOKENS, depths=3, state="zero").logits for _ in range(2)]
+        assert torch.equal(*zero)
+        given = torch.zeros(2, 6, 48)
+        assert torch.equal(zero[0], model(TOKENS, depths=3, state=given).logits)
+
+
+def test_like_init_is_a_truncated_normal(model):
+    state = model(
+        torch.zeros(8, 32, dtype=torch.long),
+        depths=1,
+        state="like-init",
+        generator=torch.Generator().manual_seed(0),
+        trajectory=("states",),
+    ).trajectory.states[0]
+    std = (2 / (5 * 48)) ** 0.5
+    assert state.abs().max() <= 3 * std
+    assert state.std().item() == pytest.approx(0.9866 * std, rel=0.02)  # the cut takes a little
+
+
+def test_sampled_depths_come_from_the_generator(model):
+    tokens = TOKENS.repeat(20, 1)
+
+    def drawn(seed):
+        return model(tokens, depths="sample", generator=torch.Generator().manual_seed(seed)).depths
+
+    with torch.no_grad():
+        assert drawn(0) == drawn(0)
+        assert drawn(0) != drawn(1)
+        assert len({*drawn(0).loops}) > 2
+
+
+def test_default_depth_is_the_mean_in_training(model):
+    with torch.no_grad():
+        assert model(TOKENS).depths.loops == (4, 4)
+
+
+def test_states_by_row_do_not_depend_on_who_holds_the_row():
+    config = KINDS["parcae"]
+    alone = draw_state_rows(config, seed=3, step=9, rows=range(6), length=5)
+    for world in (2, 3):
+        for rank in range(world):
+            mine = draw_state_rows(config, 3, 9, range(rank, 6, world), 5)
+            assert torch.equal(mine, alone[rank::world])
+    assert not torch.equal(alone[0], alone[1])
+    other_step = draw_state_rows(config, 3, 10, [0], 5)
+    assert not torch.equal(alone[:1], other_step)
+    zero = draw_state_rows(tiny(loop=LoopConfig(state_init="zero")), 3, 9, range(2), 5)
+    assert not zero.any()
+
+
+def test_wide_state_and_any_placement_of_the_loop():
+    for changes in (
+        {"state_width": 64, "state_heads": 4},
+        {"state_width": 32, "state_heads": 2, "state_mlp_width": 40},
+        {"prelude_layers": 0, "core_layers": 4, "coda_layers": 0},
+        {"prelude_layers": 3, "core_layers": 1, "coda_layers": 0},
+        {"tied_embeddings": False},
+    ):
+        model = parcae.create(tiny(**changes))
+        out = model(TOKENS, depths=[1, 4], state="zero")
+        assert out.logits.shape == (2, 6, 96)
+        assert out.state.shape[-1] == model.config.core_block.width
+        out.logits.square().mean().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def test_transformer_has_no_depth():
+    model = parcae.create("transformer-1m", vocab_size=96)
+    assert model(TOKENS, depths=1).logits.shape == (2, 6, 96)
+    with pytest.raises(ValueError, match="no loop"):
+        model(TOKENS, depths=4)
+
+
+def test_bfloat16_weights_run():
+    model = randomised(KINDS["parcae"]).bfloat16()
+    logits = model(TOKENS, depths=[1, 3], state="zero").logits
+    assert logits.dtype == torch.float32
+    assert logits.isfinite().all()
+    model(TOKENS, targets=TOKENS, depths=[1, 3]).loss.backward()

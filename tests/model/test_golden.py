@@ -1,0 +1,143 @@
+"""The reference implementation's own outputs, reproduced through the importer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import parcae
+from parcae.files import FileError
+from parcae.model.release import our_name
+
+LOOPED = ("parcae-tiny", "rdm-prenorm-tiny")
+
+
+@pytest.fixture(params=[*LOOPED, "gpt-tiny"])
+def fixture(request, shared_data):
+    folder = shared_data / "fixtures" / request.param
+    return request.param, folder, load_file(folder / "golden.safetensors")
+
+
+def test_logits_loss_and_every_gradient(fixture):
+    name, folder, golden = fixture
+    model = parcae.load(folder)
+    tokens = golden["input_ids"]
+    with torch.no_grad():
+        if name in LOOPED:
+            for loops in (1, 2, 4, 8, 16):
+                logits = model(tokens, depths=loops).logits
+                assert (logits - golden[f"logits_T{loops}"]).abs().max() < 1e-4, loops
+        else:
+            assert (model(tokens).logits - golden["logits"]).abs().max() < 1e-4
+
+    depths = {"depths": golden["depths"]} if name in LOOPED else {}
+    loss = model(tokens, targets=golden["labels"], **depths).loss
+    assert abs(loss - golden["loss"]) < 1e-5
+    loss.backward()
+    parameters = dict(model.named_parameters())
+    for key in (k for k in golden if k.startswith("grad.")):
+        expected = golden[key]
+        gradient = parameters.pop(our_name(key.removeprefix("grad."))).grad
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), key
+    assert not parameters, "a parameter without a golden gradient"
+
+
+def copy(folder, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    for file in ("config.json", "pytorch_model.bin"):
+        shutil.copyfile(folder / file, target / file)
+    return target
+
+
+def weights_of(folder):
+    return torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
+def test_reads_safetensors_too(fixture, tmp_path):
+    _name, folder, _golden = fixture
+    target = copy(folder, tmp_path)
+    weights = {k: v.clone() for k, v in weights_of(folder).items()}
+    (target / "pytorch_model.bin").unlink()
+    save_file(weights, target / "model.safetensors")
+    before, after = parcae.load(folder).state_dict(), parcae.load(target).state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_missing_and_left_over_keys_are_errors(fixture, tmp_path):
+    _name, folder, _ = fixture
+    target = copy(folder, tmp_path)
+    weights = weights_of(folder)
+    removed = next(k for k in weights if k.endswith("mlp.proj.weight"))
+    torch.save({k: v for k, v in weights.items() if k != removed}, target / "pytorch_model.bin")
+    with pytest.raises(FileError, match=f"missing {our_name(removed)}"):
+        parcae.load(target)
+    torch.save(
+        {**weights, "transformer.extra.weight": torch.zeros(2)}, target / "pytorch_model.bin"
+    )
+    with pytest.raises(FileError, match=r"transformer\.extra\.weight"):
+        parcae.load(target)
+    deep = removed.replace(".0.", ".9.")
+    torch.save({**weights, deep: weights[removed]}, target / "pytorch_model.bin")
+    with pytest.raises(FileError, match="left over"):
+        parcae.load(target)
+
+
+def test_untied_head_that_claims_to_be_tied_is_an_error(fixture, tmp_path):
+    _, folder, _ = fixture
+    target = copy(folder, tmp_path)
+    weights = weights_of(folder)
+    torch.save(
+        {**weights, "lm_head.weight": weights["lm_head.weight"] + 1}, target / "pytorch_model.bin"
+    )
+    with pytest.raises(FileError, match="tie_embeddings"):
+        parcae.load(target)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("logit_softcap", 30.0),
+        ("injection_type", "gated"),
+        ("mlp_class_name", "Mixture"),
+        ("init_strategy", "takase"),
+        ("_class_name", "OtherConfig"),
+        ("rope_settings", {"use_rope": False}),
+        ("state_init", "unit"),
+    ],
+)
+def test_settings_we_do_not_implement_are_errors(shared_data, tmp_path, key, value):
+    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+    header = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**header, key: value}))
+    with pytest.raises(FileError, match=key):
+        parcae.load(target)
+
+
+def test_a_pickle_that_runs_code_is_refused(shared_data, tmp_path):
+    class Attack:
+        def __reduce__(self):
+            return (print, ("arbitrary code",))
+
+    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+    torch.save({"transformer.wte.weight": Attack()}, target / "pytorch_model.bin")
+    with pytest.raises(FileError, match="plain tensors"):
+        parcae.load(target)
+
+
+def test_gates_without_tables_are_left_out_with_a_warning(shared_data, tmp_path):
+    folder = shared_data / "fixtures" / "parcae-tiny"
+    target = copy(folder, tmp_path)
+    dead = "transformer.prelude.0.attn.ve_gate.weight"
+    torch.save({**weights_of(folder), dead: torch.ones(3, 32)}, target / "pytorch_model.bin")
+    golden = load_file(folder / "golden.safetensors")
+    with pytest.warns(UserWarning, match=r"prelude\.0\.attn\.gate"):
+        model = parcae.load(target)
+    with torch.no_grad():
+        logits = model(golden["input_ids"], depths=4).logits
+    assert (logits - golden["logits_T4"]).abs().max() < 1e-4

@@ -1,0 +1,68 @@
+"""Writes are whole or absent; a folder belongs to one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from parcae import files
+from parcae.files import FileError
+
+
+def test_atomic_write_replaces_whole(tmp_path):
+    path = tmp_path / "deep" / "note.txt"
+    files.write_text(path, "first")
+    with pytest.raises(RuntimeError), files.atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert path.read_text() == "first"
+    assert [p.name for p in path.parent.iterdir()] == ["note.txt"]
+
+
+def test_a_killed_writer_leaves_the_old_file(tmp_path):
+    path = tmp_path / "note.txt"
+    files.write_text(path, "old")
+    script = (
+        "import sys, time; from parcae.files import atomic_path\n"
+        f"with atomic_path({str(path)!r}) as t:\n"
+        "    t.write_text('half'); print('ready', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert path.read_text() == "old"
+
+
+def test_unwritable_folder_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises((FileError, OSError)):
+        files.write_text(tmp_path / "file" / "below.txt", "x")
+
+
+def test_json_is_strict(tmp_path):
+    with pytest.raises(ValueError, match="Out of range"):
+        files.write_json(tmp_path / "a.json", {"x": float("nan")})
+    files.write_json(tmp_path / "a.json", {"x": None})
+    assert files.read_json(tmp_path / "a.json") == {"x": None}
+    (tmp_path / "a.json").write_text('{"x": ')
+    with pytest.raises(FileError, match="truncated"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_sha256(tmp_path):
+    (tmp_path / "x").write_bytes(b"abc")
+    assert files.sha256(tmp_path / "x").startswith("ba7816bf8f01cfea")
+
+
+def test_a_folder_is_held_by_one_process(tmp_path):
+    script = f"from parcae.files import exclusive\nwith exclusive({str(tmp_path)!r}): pass"
+    with files.exclusive(tmp_path):
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert result.returncode != 0
+        assert f"another process ({os.getpid()})" in result.stderr
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
