@@ -100,10 +100,10 @@ def forward(
         )
 
     e = F.embedding(tokens, model.embed.weight)
-    for layer, part in enumerate(model.prelude):
+    for layer, part in enumerate(model.prelude.blocks):
         e = block(part, e, value(layer), config)
     if config.prelude_norm:
-        e = rms_norm(e, model.prelude_norm.weight, config.norm_eps)
+        e = rms_norm(e, model.prelude.norm.weight, config.norm_eps)
 
     core = model.loop.core
 
@@ -124,9 +124,9 @@ def forward(
         h = masked(h, depths.free_loops)
     h = masked(h, depths.gradient_loops)
 
-    x = h if model.readout is None else h @ model.readout.weight.T
-    for index, part in enumerate(model.coda):
+    x = h if model.coda.readout is None else h @ model.coda.readout.weight.T
+    for index, part in enumerate(model.coda.blocks):
         x = block(part, x, value(config.prelude_layers + config.core_layers + index), config)
-    x = rms_norm(x, model.final_norm.weight, config.norm_eps)
+    x = rms_norm(x, model.coda.norm.weight, config.norm_eps)
     logits = x @ (model.embed if model.head is None else model.head).weight.T
     return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

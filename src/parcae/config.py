@@ -59,7 +59,7 @@ class LoopConfig:
     mean_loops: float = 8
     """mu_rec: the mean of the depth distribution, and the depth used when none is asked for."""
     backprop_loops: int | None = None
-    """mu_bwd: this many of a sequence's last loops carry gradient at most; ceil(mean/2) if unset."""
+    """mu_bwd: at most this many of a sequence's last loops learn; ceil(mean_loops / 2) if unset."""
     sampler: Sampler = "poisson"
     draw_per: Literal["sequence", "micro-batch"] = "sequence"
     state_init: StateInit = "like-init"

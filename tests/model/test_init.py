@@ -16,7 +16,7 @@ def test_scaled_zero():
     model = create(tiny())
     std = math.sqrt(2 / (5 * 48))
     block = model.loop.core.blocks[0]
-    for weight in (block.attn.q.weight, block.mlp.fc.weight, model.readout.weight):
+    for weight in (block.attn.q.weight, block.mlp.fc.weight, model.coda.readout.weight):
         gain = std * math.sqrt(max(weight.shape))
         singular = torch.linalg.svdvals(weight)
         assert torch.allclose(singular, torch.full_like(singular, gain), rtol=1e-4)

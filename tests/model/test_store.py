@@ -47,12 +47,12 @@ def test_truncated_weights(folder):
 def test_missing_and_left_over_and_misshapen_tensors(folder):
     path = folder / store.WEIGHTS_FILE
     weights = load_file(path)
-    changed = {**weights, "stray": torch.zeros(1), "final_norm.weight": torch.zeros(3)}
-    del changed["readout.weight"]
+    changed = {**weights, "stray": torch.zeros(1), "coda.norm.weight": torch.zeros(3)}
+    del changed["coda.readout.weight"]
     save_file(changed, path)
     with pytest.raises(FileError) as error:
         parcae.load(folder)
-    for part in ("missing readout.weight", "left over stray", r"final_norm.weight is [3]"):
+    for part in ("missing coda.readout.weight", "left over stray", r"coda.norm.weight is [3]"):
         assert part in str(error.value)
 
 

@@ -185,6 +185,7 @@ def _explain(losses: list[float], profile: Profile, seconds: float, picture: Pat
     columns = ("loops T", "held-out loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
     console.out.print(console.table("The same weights at several depths", columns, rows))
     console.out.print(
-        f"Trained in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}.\nPicture: {picture}\n"
+        f"Trained in {seconds:.0f} s, loss {losses[0]:.2f} -> {losses[-1]:.2f}.\n"
+        f"Picture: {picture}\n"
         "Look at the left panel first: depth is chosen when the model runs, not when it is built."
     )

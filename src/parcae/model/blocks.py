@@ -20,7 +20,7 @@ QK_NORM_EPS = torch.finfo(torch.float32).eps
 
 
 class Rope(NamedTuple):
-    """Cosines and sines [S, E/2] that turn the pairs (2i, 2i+1) of a head."""
+    """Cosines and sines [S, 1, E/2] by which the pairs (2i, 2i+1) of a head are turned."""
 
     cos: Tensor
     sin: Tensor
@@ -28,16 +28,18 @@ class Rope(NamedTuple):
 
 def rope_table(length: int, head_dim: int, theta: float, device: torch.device) -> Rope:
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
+    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)[:, None]
     return Rope(angles.cos(), angles.sin())
 
 
 def rotate(x_BSHE: Tensor, rope: Rope) -> Tensor:
-    """Turn each pair of channels by an angle that grows with the position."""
-    cos, sin = rope.cos[:, None, :], rope.sin[:, None, :]
-    even, odd = x_BSHE.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-    return turned.flatten(-2).to(x_BSHE.dtype)
+    """Turn each pair of channels by an angle that grows with the position.
+
+    The first halves of all pairs come first, then the second halves: contiguous, so it is fast.
+    """
+    first, second = x_BSHE.float().chunk(2, dim=-1)
+    turned = (first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin)
+    return torch.cat(turned, dim=-1).to(x_BSHE.dtype)
 
 
 class Attention(nn.Module):
@@ -55,22 +57,42 @@ class Attention(nn.Module):
         if gated:
             self.gate = nn.Linear(min(GATE_CHANNELS, shape.width), shape.kv_heads, bias=False)
 
-    def project(self, z_BSD: Tensor, rope: Rope, value: Tensor | None) -> tuple[Tensor, ...]:
+    def fused_weight(self) -> Tensor:
+        """[q; k; v], so that one large product does the work of three.
+
+        The rows of q and k are put in the order of `rotate`. Scores are sums over channels, so
+        they do not notice, and the stored matrices keep the order (2i, 2i+1) of checkpoints.
+        """
+        qk = torch.cat((self.q.weight, self.k.weight))
+        pairs = qk.unflatten(0, (-1, self.shape.head_dim // 2, 2))
+        return torch.cat((pairs.transpose(1, 2).reshape_as(qk), self.v.weight))
+
+    def project(
+        self, z_BSD: Tensor, rope: Rope, value: Tensor | None, weight: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Queries [B, H, S, E], keys and values [B, K, S, E]."""
-        E = self.shape.head_dim
-        q = self.q(z_BSD).unflatten(-1, (-1, E))
-        k = self.k(z_BSD).unflatten(-1, (-1, E))
-        v = self.v(z_BSD).unflatten(-1, (-1, E))
+        H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
+        weight = self.fused_weight() if weight is None else weight
+        qkv = F.linear(z_BSD, weight).unflatten(-1, (-1, E))
+        qk, v = qkv.split((H + K, K), dim=2)
         if self.gate is not None and value is not None:
             gate = 2.0 * torch.sigmoid(self.gate(z_BSD[..., : self.gate.in_features]))
             v = v + gate[..., None] * value.unflatten(-1, (-1, E))
-        q, k = rotate(q, rope), rotate(k, rope)
+        qk = rotate(qk, rope)
         if self.qk_norm:
-            q, k = F.rms_norm(q, (E,), eps=QK_NORM_EPS), F.rms_norm(k, (E,), eps=QK_NORM_EPS)
+            qk = F.rms_norm(qk, (E,), eps=QK_NORM_EPS)
+        q, k = qk.split((H, K), dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, z_BSD: Tensor, rope: Rope, value: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(z_BSD, rope, value)
+    def forward(
+        self,
+        z_BSD: Tensor,
+        rope: Rope,
+        value: Tensor | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """`weight` is the fused weight, where a caller that loops has prepared it once."""
+        q, k, v = self.project(z_BSD, rope, value, weight)
         grouped = self.shape.kv_heads != self.shape.heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -110,6 +132,8 @@ class MLP(nn.Module):
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             return self.proj(F.silu(gate) * up)
+        if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to keep, itself
+            return self.proj(0.5 * hidden.relu().square())
         return self.proj(HalfSquaredRelu.apply(hidden)[0])  # pyright: ignore[reportOptionalSubscript]
 
 
@@ -129,8 +153,10 @@ class Block(nn.Module):
             self.norm_after_attn = nn.RMSNorm(shape.width, eps=config.norm_eps)
             self.norm_after_mlp = nn.RMSNorm(shape.width, eps=config.norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, value: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), rope, value)
+    def forward(
+        self, x: Tensor, rope: Rope, value: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), rope, value, weight)
         if self.norm_after_attn is not None:
             x = self.norm_after_attn(x)
         x = x + self.mlp(self.norm_mlp(x))
@@ -149,7 +175,13 @@ class Stack(nn.ModuleList):
     def __init__(self, config: ModelConfig, first_layer: int, layers: int) -> None:
         super().__init__(Block(config, first_layer + i) for i in range(layers))
 
-    def forward(self, x: Tensor, rope: Rope, values: Values) -> Tensor:
-        for block, value in zip(self, values, strict=True):
-            x = block(x, rope, value)
+    def fused_weights(self) -> list[Tensor]:
+        return [block.attn.fused_weight() for block in self]  # pyright: ignore
+
+    def forward(
+        self, x: Tensor, rope: Rope, values: Values, weights: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        weights = self.fused_weights() if weights is None else weights
+        for block, value, weight in zip(self, values, weights, strict=True):
+            x = block(x, rope, value, weight)
         return x

@@ -51,7 +51,7 @@ class Output:
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, value tables, final norm and head; subclasses put layers between."""
+    """Embedding, value tables and head; subclasses put layers and a final norm between."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -64,7 +64,6 @@ class LanguageModel(nn.Module, ABC):
                 if config.has_value_embedding(layer)
             }
         )
-        self.final_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.head: nn.Linear | None = None
         if not config.tied_embeddings:
             self.head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -90,7 +89,8 @@ class LanguageModel(nn.Module, ABC):
         return rope_table(length, head_dim, self.config.rope_theta, self.device)
 
     def logits(self, x: Tensor) -> Tensor:
-        return F.linear(self.final_norm(x), self.unembedding).float()
+        """Predictions from the last layer's output, normed."""
+        return F.linear(x, self.unembedding).float()
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, a few hundred positions at a time, so all logits never exist at once.
@@ -99,7 +99,7 @@ class LanguageModel(nn.Module, ABC):
         """
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_CHUNK)
         return F.linear_cross_entropy(
-            self.final_norm(x).flatten(0, 1),
+            x.flatten(0, 1),
             self.unembedding,
             targets.flatten().long(),
             ignore_index=IGNORED_TARGET,

@@ -57,7 +57,7 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
             std = 1.0 if is_value_table else projection_std(config.width)
             _init_embedding(module.weight, std, config, generator, truncated=not is_value_table)
             done(module.weight)
-        elif name in ("readout", "head") and isinstance(module, nn.Linear):
+        elif name in ("coda.readout", "head") and isinstance(module, nn.Linear):
             _init_projection(module.weight, config.width, config, generator)
             done(module.weight)
     missed = [name for name, p in model.named_parameters() if p not in initialised]

@@ -35,6 +35,8 @@ class LoopInputs(NamedTuple):
     drive: Tensor
     rope: Rope
     values: Values
+    weights: Sequence[Tensor]
+    """The fused attention weights of the core's blocks."""
 
     def first(self, rows: int) -> LoopInputs:
         values = [None if value is None else _cut(value, rows)[0] for value in self.values]
@@ -42,7 +44,9 @@ class LoopInputs(NamedTuple):
 
     def detach(self) -> LoopInputs:
         values = [None if value is None else value.detach() for value in self.values]
-        return LoopInputs(self.transition.detach(), self.drive.detach(), self.rope, values)
+        weights = [weight.detach() for weight in self.weights]
+        transition, drive = self.transition.detach(), self.drive.detach()
+        return LoopInputs(transition, drive, self.rope, values, weights)
 
 
 class Core(nn.Module):
@@ -55,7 +59,7 @@ class Core(nn.Module):
 
     def forward(self, h: Tensor, inputs: LoopInputs) -> Tensor:
         x = self.injection.mix(h, inputs.transition, inputs.drive)
-        return self.blocks(x, inputs.rope, inputs.values)
+        return self.blocks(x, inputs.rope, inputs.values, inputs.weights)
 
 
 class Loop(nn.Module):
@@ -75,7 +79,8 @@ class Loop(nn.Module):
         recorder: Recorder | None = None,
     ) -> Tensor:
         """h_T of every row, from h_0; rows stand in the schedule's order."""
-        inputs = LoopInputs(*self.core.injection.prepare(e), rope, values)
+        weights = self.core.blocks.fused_weights()
+        inputs = LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
         if not torch.is_grad_enabled():
             return self._run(h, schedule.all_loops, inputs, recorder)
         with torch.no_grad():
@@ -134,18 +139,44 @@ class Recorder:
         return moved
 
 
-class LoopedModel(LanguageModel):
+class Prelude(nn.Module):
+    """e = N(Blocks(x)); the norm where configured."""
+
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
-        self.prelude = Stack(config, 0, config.prelude_layers)
-        self.prelude_norm: nn.RMSNorm | None = None
+        super().__init__()
+        self.blocks = Stack(config, 0, config.prelude_layers)
+        self.norm: nn.RMSNorm | None = None
         if config.prelude_norm:
-            self.prelude_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.loop = Loop(config)
+            self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, rope: Rope, values: Values) -> Tensor:
+        x = self.blocks(x, rope, values)
+        return x if self.norm is None else self.norm(x)
+
+
+class Coda(nn.Module):
+    """N(Blocks(C h)); the readout C where configured."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
         self.readout: nn.Linear | None = None
         if config.readout:
             self.readout = nn.Linear(config.core_block.width, config.width, bias=False)
-        self.coda = Stack(config, config.prelude_layers + config.core_layers, config.coda_layers)
+        first_layer = config.prelude_layers + config.core_layers
+        self.blocks = Stack(config, first_layer, config.coda_layers)
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+
+    def forward(self, h: Tensor, rope: Rope, values: Values) -> Tensor:
+        x = h if self.readout is None else self.readout(h)
+        return self.norm(self.blocks(x, rope, values))
+
+
+class LoopedModel(LanguageModel):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.prelude = Prelude(config)
+        self.loop = Loop(config)
+        self.coda = Coda(config)
 
     def compile_layers(self, **options: Any) -> None:
         for part in (self.prelude, self.loop.core, self.coda):
@@ -203,19 +234,14 @@ class LoopedModel(LanguageModel):
     def encode(self, tokens: Tensor) -> Tensor:
         """e: what the prelude makes of the tokens, and what every loop is given."""
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
-        x = self.embed(tokens)
-        if len(self.prelude):
-            x = self.prelude(x, rope, self.values(tokens, 0, self.config.prelude_layers))
-        return x if self.prelude_norm is None else self.prelude_norm(x)
+        values = self.values(tokens, 0, self.config.prelude_layers)
+        return self.prelude(self.embed(tokens), rope, values)
 
     def decode(self, h: Tensor, tokens: Tensor) -> Tensor:
-        """Coda(C h), before the final norm."""
-        x = h if self.readout is None else self.readout(h)
-        if not len(self.coda):
-            return x
-        first = self.config.prelude_layers + self.config.core_layers
+        """From a state to what the head reads."""
+        first_layer = self.config.prelude_layers + self.config.core_layers
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
-        return self.coda(x, rope, self.values(tokens, first, self.config.coda_layers))
+        return self.coda(h, rope, self.values(tokens, first_layer, self.config.coda_layers))
 
     def _depths(self, depths: Any, rows: int, generator: torch.Generator | None) -> Depths:
         loop = self.config.loop

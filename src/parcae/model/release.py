@@ -57,16 +57,20 @@ _BLOCK = {
     "mlp.fc": "mlp.fc",
     "mlp.proj": "mlp.proj",
 }
-_STACK = {"prelude": "prelude", "core_block": "loop.core.blocks", "coda": "coda", "h": "blocks"}
+_STACK = {
+    "prelude": "prelude.blocks",
+    "core_block": "loop.core.blocks",
+    "coda": "coda.blocks",
+    "h": "blocks",
+}
 _SINGLE = {
     "transformer.wte.weight": "embed.weight",
     "transformer.adapter.A_log": "loop.core.injection.log_A",
     "transformer.adapter.dt_bias": "loop.core.injection.dt_bias",
     "transformer.adapter.B": "loop.core.injection.B",
     "transformer.adapter.adapter.weight": "loop.core.injection.W",
-    "transformer.C.weight": "readout.weight",
-    "transformer.ln_prelude.weight": "prelude_norm.weight",
-    "transformer.ln_f.weight": "final_norm.weight",
+    "transformer.C.weight": "coda.readout.weight",
+    "transformer.ln_prelude.weight": "prelude.norm.weight",
     "lm_head.weight": "head.weight",
 }
 
@@ -75,8 +79,10 @@ def is_release(header: Any) -> bool:
     return isinstance(header, dict) and "_class_name" in header
 
 
-def our_name(key: str) -> str | None:
+def our_name(key: str, kind: str = LOOPED) -> str | None:
     """Our name for a key of the release; None for a key we do not know."""
+    if key == "transformer.ln_f.weight":
+        return "coda.norm.weight" if kind == LOOPED else "norm.weight"
     if key in _SINGLE:
         return _SINGLE[key]
     if match := re.fullmatch(r"value_embeds\.(\d+)\.weight", key):
@@ -93,7 +99,7 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
     weights: dict[str, Tensor] = {}
     unknown = []
     for key, tensor in found.items():
-        name = our_name(key)
+        name = our_name(key, header["_class_name"])
         if name is not None:
             weights[name] = tensor
         elif key != "freqs_cis":  # a stored table of angles; ours are computed
@@ -181,7 +187,7 @@ def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Mode
         state_kv_heads=heads,
         state_mlp_width=header["recurrent_intermediation_embedding_dimension"],
         injection=_known("injection_type", header["injection_type"], INJECTIONS),
-        readout="readout.weight" in weights,
+        readout="coda.readout.weight" in weights,
         prelude_norm=header.get("prelude_norm", False),
         loop=LoopConfig(
             mean_loops=header["mean_recurrence"],
@@ -219,8 +225,8 @@ def _known(key: str, value: Any, table: Mapping[Any, Any]) -> Any:
 def _drop_unused_gates(weights: dict[str, Tensor], config: ModelConfig) -> None:
     """The release numbers layers for gates and for tables differently, so that in some shapes a
     gate has no table to open. It never takes part in a forward there, and has no place here."""
-    stacks = {"prelude": 0, "loop.core.blocks": config.prelude_layers, "blocks": 0}
-    stacks["coda"] = config.prelude_layers + config.core_layers
+    stacks = {"prelude.blocks": 0, "loop.core.blocks": config.prelude_layers, "blocks": 0}
+    stacks["coda.blocks"] = config.prelude_layers + config.core_layers
     unused = []
     for name in weights:
         match = re.fullmatch(r"(.+)\.(\d+)\.attn\.gate\.weight", name)

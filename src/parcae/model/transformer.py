@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Stack
@@ -16,6 +16,7 @@ class Transformer(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.blocks = Stack(config, 0, config.layers)
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
 
     def compile_layers(self, **options: Any) -> None:
         self.blocks.compile(**{"dynamic": True, **options})
@@ -29,7 +30,7 @@ class Transformer(LanguageModel):
         rows, length = tokens.shape
         rope = self.rope(length, self.config.block.head_dim)
         values = self.values(tokens, 0, self.config.layers)
-        x = self.blocks(self.embed(tokens), rope, values)
+        x = self.norm(self.blocks(self.embed(tokens), rope, values))
         ran = Depths((1,) * rows, (1,) * rows)
         if targets is not None:
             return Output(logits=None, loss=self.loss(x, targets), depths=ran)
