@@ -71,8 +71,10 @@ class Packing:
         return int((self.starts[self.row_starts[:-1]] == 0).sum())
 
     def row(self, row: int) -> Iterator[Segment]:
-        for i in range(self.row_starts[row], self.row_starts[row + 1]):
-            yield Segment(int(self.documents[i]), int(self.starts[i]), int(self.lengths[i]))
+        """The segments of a row, in order."""
+        part = slice(self.row_starts[row], self.row_starts[row + 1])
+        pieces = (self.documents[part], self.starts[part], self.lengths[part])
+        return map(Segment, *(piece.tolist() for piece in pieces))
 
 
 def pack(
@@ -111,7 +113,7 @@ def pack(
 
 
 def concatenate(lengths: np.ndarray, capacity: int) -> Packing:
-    """Documents end to end, cut every `capacity` tokens: nothing cropped, but rows start anywhere."""
+    """Documents end to end, cut every `capacity` tokens: none is cropped, rows start anywhere."""
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
