@@ -13,7 +13,7 @@ import hashlib
 
 import numpy as np
 
-ROUNDS = 8
+ROUNDS = 12
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -27,7 +27,10 @@ def key(*parts: int | str) -> int:
 def permute(positions: np.ndarray, count: int, key: int) -> np.ndarray:
     """Where the permutation of 0 .. count - 1 with this key sends the positions."""
     half_bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    sent = _feistel(np.asarray(positions).astype(np.uint64), half_bits, key)
+    sent = np.asarray(positions).astype(np.uint64)
+    if key & 1 and count > 1:  # Feistel networks are even permutations: swap 0 and 1 for the odd
+        sent = np.where(sent < 2, sent ^ np.uint64(1), sent)
+    sent = _feistel(sent, half_bits, key)
     outside = np.flatnonzero(sent >= count)
     while len(outside):
         sent[outside] = _feistel(sent[outside], half_bits, key)
@@ -40,12 +43,15 @@ def _feistel(values: np.ndarray, half_bits: np.uint64, key: int) -> np.ndarray:
     right = values & np.uint64((1 << int(half_bits)) - 1)
     for number in range(1, ROUNDS + 1):
         round_key = np.uint64((key + number * _GOLDEN) & _WORD)
-        left, right = right, left ^ (_mix(_mix(right) ^ round_key) >> (np.uint64(64) - half_bits))
+        left, right = right, left ^ (_mix(right ^ round_key) >> (np.uint64(64) - half_bits))
     return (left << half_bits) | right
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every bit of the input moves every bit of the output."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    """The finaliser of SplitMix64, in place: every input bit moves every output bit."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from parcae.config import ConfigError, require
+from parcae.config import require
 from parcae.data.plan import Position, SourcePosition
 
 
@@ -22,29 +22,40 @@ def read_state(
     state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
 ) -> Position:
     """The position, if the state belongs to this identity; `blocks` counts each source's blocks."""
-    try:
-        saved = {name: state[name] for name in identity if name != "sources"}
-        sources = list(state["sources"])
-        for name, value in saved.items():
-            _require_same(name, value, identity[name])
-        _require_same("number of sources", len(sources), len(identity["sources"]))
-        for source, expected in zip(sources, identity["sources"], strict=True):
-            for name, value in expected.items():
-                _require_same(f"{name} of source {expected['name']}", source[name], value)
-        position = Position(
-            int(state["step"]),
-            tuple(
-                SourcePosition(**{name: int(source[name]) for name in SourcePosition._fields})
-                for source in sources
-            ),
-        )
-    except (KeyError, TypeError) as error:
-        raise ConfigError(
-            f"loader state: {error} is missing or not what a loader writes. "
-            "Use the value of state_dict() as it was."
-        ) from None
+    for name, mine in identity.items():
+        if name != "sources":
+            _require_same(name, _entry(state, name), mine)
+    sources = _entry(state, "sources")
+    require(isinstance(sources, list), "loader state, sources", "not a list", _REMEDY)
+    _require_same("number of sources", len(sources), len(identity["sources"]))
+    for source, expected in zip(sources, identity["sources"], strict=True):
+        for name, mine in expected.items():
+            _require_same(f"{name} of source {expected['name']}", _entry(source, name), mine)
+    position = Position(
+        _count(state, "step"),
+        tuple(
+            SourcePosition(*(_count(source, name) for name in SourcePosition._fields))
+            for source in sources
+        ),
+    )
     _check_position(position, identity["global_batch"], blocks)
     return position
+
+
+_REMEDY = "Use what state_dict() gave, or another checkpoint."
+
+
+def _entry(state: object, name: str) -> Any:
+    found = isinstance(state, Mapping) and name in state
+    require(found, f"loader state, {name}", "missing", _REMEDY)
+    return cast(Mapping[str, Any], state)[name]
+
+
+def _count(state: object, name: str) -> int:
+    value = _entry(state, name)
+    whole = isinstance(value, int) and value >= 0
+    require(whole, f"loader state, {name}", f"{value!r} is not a whole number", _REMEDY)
+    return value
 
 
 def _require_same(name: str, saved: object, mine: object) -> None:
@@ -58,10 +69,16 @@ def _require_same(name: str, saved: object, mine: object) -> None:
 
 def _check_position(position: Position, global_batch: int, blocks: Sequence[int]) -> None:
     rows = sum(source.rows_read for source in position.sources)
-    sound = rows == position.step * global_batch and all(
-        min(source) >= 0 and source.block < count
-        for source, count in zip(position.sources, blocks, strict=True)
-    )
     require(
-        sound, "loader state", f"{position} cannot be", "It is damaged; use another checkpoint."
+        rows == position.step * global_batch,
+        "loader state, step",
+        f"{position.step} steps of {global_batch} rows are not the {rows} rows read",
+        _REMEDY,
     )
+    for number, (source, count) in enumerate(zip(position.sources, blocks, strict=True)):
+        require(
+            source.block < count,
+            "loader state, block",
+            f"source {number} has {count} blocks, and this is number {source.block}",
+            _REMEDY,
+        )
