@@ -56,3 +56,37 @@ class InMemoryDocuments:
         digest = hashlib.sha256(self.lengths.tobytes())
         digest.update(self._tokens.astype(np.uint32).tobytes())
         return digest.hexdigest()
+
+
+class SplitDocuments:
+    """The same documents, those longer than `longest` cut into pieces that each start with BOS.
+
+    Best fit uses at most a row of any document and drops the rest; textbooks and novels would be
+    dropped almost whole. Cut to `longest = context_length + 1`, they fill rows instead. A piece
+    does not tell that it continues another, which is the price.
+    """
+
+    def __init__(self, documents: Documents, longest: int) -> None:
+        if longest < 2:
+            raise ConfigError(f"longest: {longest} leaves no room beside BOS. Use context + 1.")
+        self._documents = documents
+        self._longest = longest
+        text = documents.lengths - 1
+        pieces = np.maximum(1, -(-text // (longest - 1)))
+        self._document = np.repeat(np.arange(len(text)), pieces)
+        first_piece = np.cumsum(pieces) - pieces
+        self._start = (np.arange(len(self._document)) - first_piece[self._document]) * (longest - 1)
+        self.lengths = 1 + np.minimum(longest - 1, text[self._document] - self._start)
+
+    def tokens(self, document: int) -> np.ndarray:
+        whole = self._documents.tokens(int(self._document[document]))
+        start, length = int(self._start[document]), int(self.lengths[document])
+        if start == 0:
+            return whole[:length]
+        piece = whole[start : start + length].copy()
+        piece[0] = whole[0]
+        return piece
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._documents.fingerprint}, split at {self._longest}"
