@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
@@ -108,10 +109,18 @@ def run_eval(arguments: argparse.Namespace) -> int:
     total = sum(file.bytes for _, files in sources for file in files) / 1e6
     with waiting(total) as show:
         rows = compare([t for _, t in tokenizers], sources, reading(arguments), show)
-    columns = ["text", "MB", *(f"{name} ({t.vocab_size:,})" for name, t in tokenizers)]
+    columns = ["tokenizer", "entries", *(_short(row.source) for row in rows)]
     cells = [
-        (row.source, f"{row.text_bytes / 1e6:.2f}", *(f"{v:.3f}" for v in row.bytes_per_token))
-        for row in rows
+        (_short(name), f"{t.vocab_size:,}", *(f"{row.bytes_per_token[place]:.3f}" for row in rows))
+        for place, (name, t) in enumerate(tokenizers)
     ]
-    console.out.print(console.table("Bytes per token: more is shorter", columns, cells))
+    megabytes = ("text, MB", "", *(f"{row.text_bytes / 1e6:.2f}" for row in rows))
+    title = "Bytes per token: more is shorter"
+    console.out.print(console.table(title, columns, [*cells, megabytes]))
     return 0
+
+
+def _short(source: str) -> str:
+    """Folder and stem: enough to tell files apart, and short enough for a column."""
+    path = Path(source)
+    return "/".join(part for part in (path.parent.name, path.name.split(".json")[0]) if part)
