@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
@@ -163,26 +162,31 @@ def _register_inspect(actions: Any) -> None:
     parser.add_argument("--context", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--rows", type=int, default=8, metavar="N")
     parser.add_argument("--out", metavar="FOLDER", help="where to draw the figures")
+    parser.add_argument("--split", choices=("train", "validation"), default="train")
     parser.add_argument("--verify", action="store_true", help="check every shard's checksum first")
     parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     from parcae.data.inspect import inspect
-    from parcae.data.shards import SPLITS, Shards, read_manifest
+    from parcae.data.shards import Shards
+    from parcae.data.tokenizer import Tokenizer
 
+    shards = Shards.open(arguments.folder, arguments.split)
     if arguments.verify:
-        manifest = read_manifest(arguments.folder)
-        for split in SPLITS:
-            if manifest["shards"][split]:
-                Shards.open(arguments.folder, split, verify=True)
-        console.out.print(f"{arguments.folder}: every checksum is right.")
-    return inspect(
-        Path(arguments.folder),
+        for _ in console.track(shards.verify(), "checking", total=len(shards.records)):
+            pass
+        console.out.print(f"{arguments.folder}: every checksum of {arguments.split} is right.")
+    tokenizer = Tokenizer.load(arguments.folder)
+    inspect(
+        shards,
+        tokenizer.decode,
         context=arguments.context,
         rows=arguments.rows,
-        out=Path(arguments.out) if arguments.out else None,
+        out_folder=arguments.out,
+        bytes_of_token=tokenizer.bytes_per_token() if tokenizer.is_byte_level else None,
     )
+    return 0
 
 
 def _register_download(actions: Any) -> None:

@@ -171,7 +171,8 @@ class Shards:
                 "--validation-fraction, or with --validation."
             )
         if verify:
-            shards.verify()
+            for _ in shards.verify():
+                pass
         return shards
 
     @property
@@ -194,11 +195,12 @@ class Shards:
         place = document - self._first[shard]
         return self._tokens[shard][int(offsets[place]) : int(offsets[place + 1])]
 
-    def verify(self) -> None:
-        """Read everything; an error names the first shard that is not what was written."""
+    def verify(self) -> Iterator[ShardRecord]:
+        """Read shard by shard; an error names the first that is not what was written."""
         for record in self.records:
             if sha256(self.folder / record.file) != record.sha256:
                 raise FileError(_damaged(self.folder / record.file, "its checksum is wrong"))
+            yield record
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:

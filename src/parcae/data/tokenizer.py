@@ -97,6 +97,10 @@ class Tokenizer:
         """The smallest unsigned type that holds every id, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
+    @property
+    def is_byte_level(self) -> bool:
+        return (json.loads(self.content).get("decoder") or {}).get("type") == "ByteLevel"
+
     @cached_property
     def bos(self) -> int:
         """The id every document starts with."""
@@ -130,7 +134,7 @@ class Tokenizer:
 
     def bytes_per_token(self) -> np.ndarray:
         """How many bytes of text each id stands for, specials none: int32, indexed by id."""
-        if not _is_byte_level(self.content):
+        if not self.is_byte_level:
             raise ConfigError(f"{self.name}: not a byte-level tokenizer, so bytes are not defined.")
         table = np.zeros(self.vocab_size, np.int32)
         for token, number in self._plain.get_vocab(with_added_tokens=False).items():
@@ -213,10 +217,6 @@ def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIEC
 def _split_regex(content: str) -> str | None:
     stages = (json.loads(content).get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
     return stages[0].get("pattern", {}).get("Regex")
-
-
-def _is_byte_level(content: str) -> bool:
-    return (json.loads(content).get("decoder") or {}).get("type") == "ByteLevel"
 
 
 def _read_gpt2_layout(folder: Path) -> str:
