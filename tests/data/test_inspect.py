@@ -53,7 +53,8 @@ def test_concatenation_starts_rows_in_the_middle_of_documents():
     assert summary.best_fit.aligned_share == 1.0
     assert summary.concatenate.aligned_share < 0.5
     assert summary.concatenate.cropped_share == 0
-    assert summary.best_fit.cropped_share > 0
+    assert summary.best_fit.cropped_share > summary.best_fit_split.cropped_share > 0
+    assert summary.best_fit_split.aligned_share == 1.0
 
 
 def test_a_row_shows_borders_and_the_crop_without_colours():

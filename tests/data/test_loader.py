@@ -273,6 +273,17 @@ def test_documents_longer_than_everything():
         assert all(row[0] == BOS for row in batch)
 
 
+def test_split_long_reads_what_would_be_dropped():
+    long = InMemoryDocuments([[BOS, *range(1, 151)]])
+    settings_ = config(global_batch=10, split_long=True)
+    rows = rows_of(next(Loader([Source(long)], settings_)))
+    assert all(row[0] == BOS for row in rows)
+    assert sorted(token for row in rows for token in row[1:]) == list(range(1, 151))
+    held_out = [row for b in validation_batches(long, 15, 4, split_long=True) for row in rows_of(b)]
+    assert sorted(held_out) == sorted(rows)
+    assert len(list(validation_batches(long, 15, 1))) == 1
+
+
 def test_a_corpus_smaller_than_a_step_repeats():
     documents = InMemoryDocuments([[BOS, *range(1, 16)]])
     batch = next(Loader([Source(documents)], config()))
@@ -312,6 +323,7 @@ def test_blocks_too_small_for_a_row_are_an_error(prefetch):
         ({"packing": "concatenate"}, "packing"),
         ({"buffer": 11}, "buffer"),
         ({"block_documents": 51}, "block_documents"),
+        ({"split_long": True}, "split_long"),
     ],
 )
 def test_a_state_of_other_settings_is_refused(changes, named):
@@ -383,6 +395,8 @@ def test_a_row_beyond_its_block_is_refused():
         (lambda: Loader([Source(corpus(), float("nan"))], config()), "weight"),
         (lambda: Loader([Source(corpus())], config(), rank=2, world_size=2), "rank"),
         (lambda: Loader([Source(corpus())], config(), world_size=3), "global_batch"),
+        (lambda: next(validation_batches(corpus(), 15, 0)), "batch_rows"),
+        (lambda: next(validation_batches(corpus(), 15, 4, limit=0)), "limit"),
         (lambda: InMemoryDocuments([[0], []]), "document 1"),
         (lambda: InMemoryDocuments([[-1]]), "negative"),
     ],

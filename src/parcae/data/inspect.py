@@ -15,7 +15,7 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import require
-from parcae.data.documents import Documents
+from parcae.data.documents import Documents, SplitDocuments
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing
 from parcae.data.plan import SourcePlan
 from parcae.draw import PALETTE, figure, save
@@ -59,6 +59,8 @@ class Summary:
     tokens_in_documents_longer_than_row: float
     sampled_documents: int
     best_fit: PackingFigures
+    best_fit_split: PackingFigures
+    """With documents longer than a row cut into pieces first."""
     concatenate: PackingFigures
 
 
@@ -78,8 +80,8 @@ def inspect(
     if summary.best_fit.cropped_share > MUCH_CROPPED:
         console.out.print(
             f"Best fit drops {summary.best_fit.cropped_share:.0%} of the tokens here, since "
-            "documents are long beside a row. Use a longer context, split documents "
-            "(parcae.data.documents.SplitDocuments), or pack by concatenation."
+            "documents are long beside a row. Use a longer context, split_long = true in the "
+            "loader, or packing = 'concatenate'."
         )
     plan = _plan(documents, context, "best-fit")
     packing = plan.block(0, 0)
@@ -98,8 +100,7 @@ def summarise(
 ) -> Summary:
     lengths = documents.lengths
     plan = _plan(documents, context, "best-fit")
-    blocks = range(min(plan.blocks, SAMPLE_BLOCKS))
-    sample = np.concatenate([plan.documents_of_block(0, block) for block in blocks])
+    sample = np.concatenate([plan.documents_of_block(0, block) for block in _sampled(plan)])
     long = lengths > context + 1
     return Summary(
         documents=len(lengths),
@@ -112,10 +113,11 @@ def summarise(
         documents_longer_than_row=float(long.mean()),
         tokens_in_documents_longer_than_row=float(lengths[long].sum() / lengths.sum()),
         sampled_documents=len(sample),
-        best_fit=_packing_figures([plan.block(0, block) for block in blocks]),
-        concatenate=_packing_figures(
-            [_plan(documents, context, "concatenate").block(0, block) for block in blocks]
+        best_fit=_packing_figures(plan),
+        best_fit_split=_packing_figures(
+            _plan(SplitDocuments(documents, context + 1), context, "best-fit")
         ),
+        concatenate=_packing_figures(_plan(documents, context, "concatenate")),
     )
 
 
@@ -222,7 +224,12 @@ def _plan(documents: Documents, context: int, method: Method) -> SourcePlan:
     )
 
 
-def _packing_figures(blocks: Sequence[Packing]) -> PackingFigures:
+def _sampled(plan: SourcePlan) -> range:
+    return range(min(plan.blocks, SAMPLE_BLOCKS))
+
+
+def _packing_figures(plan: SourcePlan) -> PackingFigures:
+    blocks = [plan.block(0, block) for block in _sampled(plan)]
     rows = sum(block.rows for block in blocks)
     everything = sum(block.all_tokens for block in blocks)
     packed = sum(block.packed_tokens for block in blocks)
@@ -271,19 +278,19 @@ def _print_summary(summary: Summary) -> None:
     )
     sampled = summary.sampled_documents < summary.documents
     note = f", on a sample of {summary.sampled_documents:,} documents" if sampled else ""
-    both = (summary.best_fit, summary.concatenate)
+    kinds = (summary.best_fit, summary.best_fit_split, summary.concatenate)
     lines = [
-        ("rows", [f"{f.rows:,}" for f in both]),
-        ("documents per row", [f"{f.documents_per_row:.2f}" for f in both]),
-        ("utilisation", [f"{f.utilisation:.1%}" for f in both]),
-        ("tokens cropped", [f"{f.cropped_share:.2%}" for f in both]),
-        ("tokens left over", [f"{f.leftover_share:.2%}" for f in both]),
-        ("rows not starting at a document", [f"{1 - f.aligned_share:.1%}" for f in both]),
+        ("rows", [f"{f.rows:,}" for f in kinds]),
+        ("documents per row", [f"{f.documents_per_row:.2f}" for f in kinds]),
+        ("utilisation", [f"{f.utilisation:.1%}" for f in kinds]),
+        ("tokens cropped", [f"{f.cropped_share:.2%}" for f in kinds]),
+        ("tokens left over", [f"{f.leftover_share:.2%}" for f in kinds]),
+        ("rows not starting at a document", [f"{1 - f.aligned_share:.1%}" for f in kinds]),
     ]
     console.out.print(
         console.table(
             f"Packed into rows of {row:,} tokens{note}",
-            ["", "best fit", "concatenation"],
+            ["", "best fit", "best fit, split", "concatenation"],
             [(name, *cells) for name, cells in lines],
         )
     )

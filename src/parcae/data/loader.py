@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from parcae.config import ConfigError, require
-from parcae.data.documents import Documents
+from parcae.data.documents import Documents, SplitDocuments
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
 from parcae.data.plan import PlannedStep, Position, SourcePlan, SourcePosition, plan_steps
 from parcae.data.prefetch import prefetched
@@ -39,6 +39,9 @@ class LoaderConfig:
     """Rows of an optimiser step, over all ranks."""
     seed: int = 0
     packing: Method = "best-fit"
+    split_long: bool = False
+    """Cut documents longer than a row into pieces that each start with BOS, instead of dropping
+    what best fit crops of them. The paper does not; for textbooks, novels and code it matters."""
     buffer: int = BUFFER_DOCUMENTS
     """Documents that best fit chooses from."""
     block_documents: int = 16_384
@@ -99,19 +102,23 @@ class Loader:
         _check_sources(sources)
         _check_ranks(config, rank, world_size)
         self.config = config
-        self._sources = tuple(sources)
+        self._weights = [source.weight for source in sources]
+        self._documents = [
+            _documents_as_packed(source.documents, config.row_tokens, config.split_long)
+            for source in sources
+        ]
         self._rank, self._world_size = rank, world_size
         self._plans = tuple(
             SourcePlan(
                 name=source.name,
-                lengths=source.documents.lengths,
+                lengths=documents.lengths,
                 capacity=config.row_tokens,
                 buffer=config.buffer,
                 block_documents=config.block_documents,
                 method=config.packing,
                 seed=config.seed,
             )
-            for source in sources
+            for source, documents in zip(sources, self._documents, strict=True)
         )
         self._identity = _identity(sources, config)
         self._stream: Iterator[tuple[Batch, Position]] | None = None
@@ -176,13 +183,12 @@ class Loader:
         self.close()
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
-        weights = [source.weight for source in self._sources]
         batch, seed = self.config.global_batch, self.config.seed
-        return plan_steps(self._plans, weights, batch, seed, self._position)
+        return plan_steps(self._plans, self._weights, batch, seed, self._position)
 
     def _batches(self) -> Iterator[tuple[Batch, Position]]:
         """Bound to values, not to the loader, so that a forgotten loader is not kept alive."""
-        documents = [source.documents for source in self._sources]
+        documents = self._documents
         mine = slice(self._rank, None, self._world_size)
         context = self.config.context_length
         return (
@@ -212,6 +218,7 @@ def validation_batches(
     batch_rows: int,
     limit: int | None = None,
     packing: Method = "best-fit",
+    split_long: bool = False,
 ) -> Iterator[Batch]:
     """At most `limit` rows, the same at every call: packed in the documents' order, unshuffled.
 
@@ -219,6 +226,9 @@ def validation_batches(
     first ones. The last batch may be smaller.
     """
     require(batch_rows >= 1, "batch_rows", f"{batch_rows} is not positive", "Use at least 1.")
+    if limit is not None:
+        require(limit >= 1, "limit", f"{limit} is not positive", "Use at least 1.")
+    documents = _documents_as_packed(documents, context_length + 1, split_long)
     packed = pack(documents.lengths, context_length + 1, method=packing)
     if packed.rows == 0:
         raise ConfigError(
@@ -230,6 +240,10 @@ def validation_batches(
     rows = [(0, packed, i * packed.rows // count) for i in range(count)]
     for start in range(0, count, batch_rows):
         yield read_batch([documents], rows[start : start + batch_rows], context_length)
+
+
+def _documents_as_packed(documents: Documents, row_tokens: int, split_long: bool) -> Documents:
+    return SplitDocuments(documents, row_tokens) if split_long else documents
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
