@@ -20,7 +20,8 @@ from pathlib import Path
 import tokenizers
 
 from parcae.data.corpus import find_files, read_documents
-from parcae.data.prepare import Preparation, prepare
+from parcae.data.encoding import Preparation
+from parcae.data.prepare import prepare
 from parcae.data.readers import Reading
 from parcae.data.tokenizer import Tokenizer, train
 from parcae.files import write_json

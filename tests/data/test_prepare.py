@@ -24,7 +24,8 @@ import tokenizers
 from parcae.config import ConfigError
 from parcae.data import prepare as module
 from parcae.data.corpus import find_files, split_of
-from parcae.data.prepare import Preparation, Update, prepare, tokenise
+from parcae.data.encoding import Preparation, tokenise
+from parcae.data.prepare import Update, prepare
 from parcae.data.shards import Shards, ShardWriter
 from parcae.data.tokenizer import Tokenizer, train
 from parcae.files import FileError, exclusive
@@ -211,12 +212,14 @@ def stop_at(
 KILLED = """
     import sys
     from parcae.data.corpus import find_files
-    from parcae.data.prepare import Preparation, prepare
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import prepare
     from parcae.data.tokenizer import Tokenizer
-    from parcae.data.readers import Reading
+    from parcae.data import encoding
+    encoding.BATCH_CHARACTERS = 20_000
     source, tokenizer, out = sys.argv[1:]
     print("ready", flush=True)
-    work = Preparation(find_files([source]), Tokenizer.load(tokenizer), shard_tokens=30_000,
+    work = Preparation(find_files([source]), Tokenizer.load(tokenizer), shard_tokens=20_000,
                        validation_fraction=0.1)
     prepare(work, out)
 """
@@ -240,7 +243,7 @@ def test_killed_at_random_moments_it_goes_on(tmp_path: Path, tokenizer: Tokenize
         process = subprocess.Popen([*command, str(folder)], env=environment, stdout=subprocess.PIPE)
         assert process.stdout
         process.stdout.readline()
-        time.sleep(chance.uniform(0.02, 0.4))
+        time.sleep(chance.uniform(0.02, 0.2) * 1.1**kills)  # a slow machine gets there too
         if process.poll() is not None:
             break
         process.send_signal(signal.SIGKILL)
@@ -249,7 +252,7 @@ def test_killed_at_random_moments_it_goes_on(tmp_path: Path, tokenizer: Tokenize
         if not (folder / "manifest.json").exists():
             with pytest.raises(FileError, match="not a finished preparation"):
                 Shards.open(folder)
-        assert kills < 500
+        assert kills < 50
     assert process.returncode == 0
     assert kills >= 5
     assert contents(folder) == contents(tmp_path / "whole")
@@ -362,7 +365,8 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path: Path, source: Path) -> None:
 MEASURED = """
     import resource, sys
     from parcae.data.corpus import find_files
-    from parcae.data.prepare import Preparation, prepare
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import prepare
     from parcae.data.tokenizer import Tokenizer
     source, tokenizer, out = sys.argv[1:]
     prepare(Preparation(find_files([source]), Tokenizer.load(tokenizer)), out)

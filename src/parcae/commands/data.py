@@ -107,7 +107,8 @@ def _register_prepare(actions: Any) -> None:
 
 def run_prepare(arguments: argparse.Namespace) -> int:
     from parcae.data.corpus import find_files
-    from parcae.data.prepare import Preparation, Update, prepare
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import Update, prepare
     from parcae.data.tokenizer import Tokenizer
 
     work = Preparation(

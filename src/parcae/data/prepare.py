@@ -11,112 +11,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from parcae.config import ConfigError, require
-from parcae.data.corpus import (
-    BEGINNING,
-    SPLITS,
-    Document,
-    Position,
-    SourceFile,
-    Split,
-    bytes_read,
-    content_key,
-    read_documents,
-    split_of,
-)
-from parcae.data.documents import InMemoryDocuments
-from parcae.data.readers import Reading
+from parcae.data.corpus import BEGINNING, SPLITS, Position, SourceFile, bytes_read
+from parcae.data.encoding import Encoded, Preparation, encode_stage
 from parcae.data.shards import FORMAT, MANIFEST, plain_record, read_manifest, shard_writer
-from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, exclusive, read_json, sha256, write_json
 
 PROGRESS = "progress.json"
 SOURCES = "sources.json"
-BATCH_CHARACTERS = 1 << 20
-BATCHES_AHEAD = 3
-IN_MEMORY_TOKENS = 1 << 26
-
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Preparation:
-    """What is prepared, and how; two that are equal give the same bytes."""
-
-    files: tuple[SourceFile, ...]
-    tokenizer: Tokenizer
-    validation_files: tuple[SourceFile, ...] = ()
-    """Held out as they are, and whatever equals one of their documents is not trained on."""
-    validation_fraction: float = 0.005
-    """Share of the documents to hold out where there are no validation files."""
-    shard_tokens: int = 1 << 26
-    reading: Reading = field(default_factory=Reading)
-
-    def __post_init__(self) -> None:
-        fraction = self.validation_fraction
-        require(
-            0 <= fraction < 1,
-            "validation_fraction",
-            f"{fraction} is not a share",
-            "Use 0 or more and less than 1.",
-        )
-        require(
-            self.shard_tokens >= 1,
-            "shard_tokens",
-            f"{self.shard_tokens} is not positive",
-            "Use at least 1; the default is 67108864.",
-        )
-
-    @cached_property
-    def held_out(self) -> frozenset[bytes]:
-        documents = read_documents(self.validation_files, self.reading)
-        return frozenset(content_key(document.text) for document in documents if document.text)
-
-    def split(self, stage: Stage, text: str) -> Split | None:
-        """Where a document goes; None is nowhere."""
-        if not text:
-            return None
-        if not self.validation_files:
-            return split_of(text, self.validation_fraction)
-        if stage.held_out:
-            return "validation"
-        return None if content_key(text) in self.held_out else "train"
-
-    @property
-    def source_bytes(self) -> int:
-        return sum(file.bytes for stage in self.stages for file in stage.files)
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Validation first, since it decides what may be trained on."""
-        held_out = Stage(self.validation_files, True)
-        return (held_out, Stage(self.files)) if self.validation_files else (Stage(self.files),)
-
-
-class Stage(NamedTuple):
-    files: tuple[SourceFile, ...]
-    held_out: bool = False
-
-
-class Encoded(NamedTuple):
-    """A tokenised document, or one that is skipped and has no split."""
-
-    split: Split | None
-    tokens: np.ndarray
-    text_bytes: int
-    source: Document
 
 
 class Update(NamedTuple):
@@ -154,28 +60,6 @@ def prepare(work: Preparation, folder: str | Path, report: Report = lambda _: No
             ) from error
 
 
-def tokenise(
-    work: Preparation, split: Split, *, limit_tokens: int = IN_MEMORY_TOKENS
-) -> InMemoryDocuments:
-    """One split tokenised on the fly into memory, for corpora that fit there."""
-    documents: list[np.ndarray] = []
-    total = 0
-    for stage in work.stages:
-        for encoded in _encode(work, stage, BEGINNING):
-            if encoded.split != split:
-                continue
-            documents.append(encoded.tokens)
-            total += len(encoded.tokens)
-            if total > limit_tokens:
-                raise ConfigError(
-                    f"the corpus has more than {limit_tokens:,} tokens, too many to hold in "
-                    "memory. Write them to disk with `parcae data prepare`."
-                )
-    if not documents:
-        raise ConfigError(f"the corpus has no document for {split}. Raise validation_fraction.")
-    return InMemoryDocuments(documents)
-
-
 def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     """The state of an interrupted run of the same work, or a new one."""
     path = folder / PROGRESS
@@ -201,7 +85,7 @@ def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report:
     first_stage, *rest = state["next"]
     for number in range(first_stage, len(work.stages)):
         start = Position(*rest) if number == first_stage else BEGINNING
-        encoded = _encode(work, work.stages[number], start)
+        encoded = encode_stage(work, work.stages[number], start)
         watched = _watch(encoded, work, number, _tokens_so_far(state), report)
         while part := _write_part(work, folder, state, watched):
             state["next"] = [number, *part.pop("behind")]
@@ -230,7 +114,7 @@ def _write_part(
         for document in encoded:
             behind = document.source.behind
             if document.split is None:
-                skipped["held_out" if document.source.text else "empty"] += 1
+                skipped["held_out" if document.text_bytes else "empty"] += 1
                 continue
             writer, _ = opened[document.split]
             writer.add(document.tokens, document.text_bytes)
@@ -241,55 +125,6 @@ def _write_part(
         return None
     records = [plain_record(record) for _, done in opened.values() for record in done]
     return {"behind": list(behind), "shards": records, "skipped": skipped}
-
-
-def _encode(work: Preparation, stage: Stage, start: Position) -> Iterator[Encoded]:
-    """Documents in order, tokenised some batches ahead of whoever asks."""
-    nothing = np.empty(0, work.tokenizer.token_dtype)
-
-    def encode(batch: list[Document]) -> list[Encoded]:
-        splits: list[Split | None] = [work.split(stage, document.text) for document in batch]
-        chosen = [document.text for document, split in zip(batch, splits, strict=True) if split]
-        arrays = iter(work.tokenizer.encode_documents(chosen))
-        return [
-            Encoded(
-                split, next(arrays) if split else nothing, len(document.text.encode()), document
-            )
-            for document, split in zip(batch, splits, strict=True)
-        ]
-
-    batches = _batches(read_documents(stage.files, work.reading, start))
-    for batch in _map_ahead(encode, batches):
-        yield from batch
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _map_ahead(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`map`, in order, with a few items in the works; tokenizers brings its own threads."""
-    pending: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) >= BATCHES_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ FORMATS: dict[str, Format] = {
 }
 COMPRESSIONS = (".gz", ".zst")
 
-LONGEST_TEXT = 1 << 25
+LONGEST_TEXT = 1 << 23
 """Characters. What is longer in a text file goes on as a further document."""
-LONGEST_RECORD_BYTES = 1 << 26
+LONGEST_RECORD_BYTES = 3 << 24
 PARQUET_BATCH_BYTES = 1 << 22
 
 

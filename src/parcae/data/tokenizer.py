@@ -42,6 +42,7 @@ SPLIT = "|".join((CONTRACTION, WORD, NUMBER, PUNCTUATION, LINE_BREAK, SPACE_BEFO
 
 USUAL_PIECE = 16_384
 LONGEST_PIECE = 131_072
+BATCH_CHARACTERS = 1 << 20
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 """Before a space that follows a visible character, or after a line break: `SPLIT` never joins
 across these, and looks neither back over the first nor ahead over the second."""
@@ -114,19 +115,23 @@ class Tokenizer:
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         encoder = self._special if allow_special else self._plain
-        encodings = encoder.encode_batch_fast(self._pieces(text), add_special_tokens=False)
+        encodings = encoder.encode_batch_fast(list(self._pieces(text)), add_special_tokens=False)
         return [number for encoding in encodings for number in encoding.ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """BOS and the ids of each text, on all cores."""
-        pieces_per_text = [self._pieces(text) for text in texts]
-        flat = [piece for pieces in pieces_per_text for piece in pieces]
-        encodings = iter(self._plain.encode_batch_fast(flat, add_special_tokens=False))
         bos = np.array([self.bos], self.token_dtype)
-        return [
-            np.concatenate([bos, *(np.array(next(encodings).ids, bos.dtype) for _ in pieces)])
-            for pieces in pieces_per_text
-        ]
+        parts = [[bos] for _ in texts]
+        pieces = (
+            (number, piece) for number, text in enumerate(texts) for piece in self._pieces(text)
+        )
+        for batch in _batches(pieces):
+            encodings = self._plain.encode_batch_fast(
+                [piece for _, piece in batch], add_special_tokens=False
+            )
+            for (number, _), encoding in zip(batch, encodings, strict=True):
+                parts[number].append(np.array(encoding.ids, bos.dtype))
+        return [np.concatenate(part) for part in parts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Special tokens are spelled out; bytes that are not UTF-8 become U+FFFD."""
@@ -143,8 +148,8 @@ class Tokenizer:
             table[number] = 0 if token.special else len(token.content.encode())
         return table
 
-    def _pieces(self, text: str) -> list[str]:
-        return list(safe_pieces(text)) if self._cuts_safely else [text]
+    def _pieces(self, text: str) -> Iterable[str]:
+        return safe_pieces(text) if self._cuts_safely else [text]
 
 
 def train(
@@ -212,6 +217,20 @@ def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIEC
         yield text[start:end]
         start = end
     yield text[start:]
+
+
+def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """The library's encodings take a hundred times the room of the ids: only so many at once."""
+    batch: list[tuple[int, str]] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece[1])
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _split_regex(content: str) -> str | None:
