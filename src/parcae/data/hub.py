@@ -79,15 +79,23 @@ def download(
     *,
     revision: str = "main",
     first_files: int | None = None,
+    endpoint: str | None = None,
     report: Report = lambda _file, _bytes: None,
 ) -> Dataset:
-    """Fetch a dataset, or its first few files, into `folder`; run it again to go on."""
+    """Fetch a dataset, or its first few files, into `folder`; run it again to go on.
+
+    `endpoint` is a mirror of the hub; the environment's HF_ENDPOINT if it is left out.
+    """
     folder = Path(folder)
     repository, inside = resolve(name)
     with exclusive(folder):
-        dataset = _pinned(folder, repository, inside) or _pin(folder, repository, inside, revision)
+        dataset = _pinned(folder, repository, inside)
+        if dataset is None:
+            dataset = _list(repository, inside, revision, endpoint)
+            write_json(folder / RECORD, asdict(dataset))
         for file in dataset.files[:first_files]:
-            _fetch_whole(dataset, file, folder, report)
+            url = _url(dataset, file, endpoint)
+            _fetch_whole(url, file, folder / file.path, report)
     return dataset
 
 
@@ -116,18 +124,12 @@ def _pinned(folder: Path, repository: str, inside: str) -> Dataset | None:
     return dataset
 
 
-def _pin(folder: Path, repository: str, inside: str, revision: str) -> Dataset:
-    dataset = _list(repository, inside, revision)
-    write_json(folder / RECORD, asdict(dataset))
-    return dataset
-
-
-def _list(repository: str, inside: str, revision: str) -> Dataset:
+def _list(repository: str, inside: str, revision: str, endpoint: str | None) -> Dataset:
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     with _clear_errors(repository):
-        api = HfApi()
+        api = HfApi(endpoint=endpoint)
         commit = api.dataset_info(repository, revision=revision).sha or revision
         tree = api.list_repo_tree(
             repository, inside or None, recursive=True, revision=commit, repo_type="dataset"
@@ -146,28 +148,39 @@ def _list(repository: str, inside: str, revision: str) -> Dataset:
     return Dataset(repository, inside, commit, tuple(files))
 
 
-def _fetch_whole(dataset: Dataset, file: RemoteFile, folder: Path, report: Report) -> None:
+def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(
+        dataset.repository,
+        file.path,
+        repo_type="dataset",
+        revision=dataset.commit,
+        endpoint=endpoint,
+    )
+
+
+def _fetch_whole(url: str, file: RemoteFile, target: Path, report: Report) -> None:
     """One file, verified; an interrupted one goes on, a damaged one is fetched once more."""
-    target = folder / file.path
     if target.exists() and target.stat().st_size == file.bytes:
         report(file, file.bytes)
         return
     partial = target.with_name(f".{target.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(2):
-        _fetch(dataset, file, partial, report)
+        _fetch(url, file, partial, report)
         if _is_intact(partial, file):
             with atomic_path(target) as temporary:
                 partial.replace(temporary)
             return
         partial.unlink()
     raise FileError(
-        f"{target}: what {dataset.repository} sent does not have the checksum it states. "
-        "Nothing of it was kept; try again later."
+        f"{target}: what the hub sent does not have the checksum it states. Nothing of it was "
+        "kept; try again later."
     )
 
 
-def _fetch(dataset: Dataset, file: RemoteFile, partial: Path, report: Report) -> None:
+def _fetch(url: str, file: RemoteFile, partial: Path, report: Report) -> None:
     """Append what is missing, with a few attempts as long as the connection breaks."""
     idle_attempts = 0
     while True:
@@ -176,8 +189,8 @@ def _fetch(dataset: Dataset, file: RemoteFile, partial: Path, report: Report) ->
         if here >= file.bytes:
             return
         try:
-            with _clear_errors(dataset.repository):
-                _append(dataset, file, partial, here, report)
+            with _clear_errors(file.path):
+                _append(url, file, partial, here, report)
         except Unreachable:
             grown = partial.exists() and partial.stat().st_size > here
             idle_attempts = 0 if grown else idle_attempts + 1
@@ -186,11 +199,9 @@ def _fetch(dataset: Dataset, file: RemoteFile, partial: Path, report: Report) ->
             time.sleep(RETRY_SECONDS * 2**idle_attempts)
 
 
-def _append(dataset: Dataset, file: RemoteFile, partial: Path, here: int, report: Report) -> None:
-    from huggingface_hub import hf_hub_url
+def _append(url: str, file: RemoteFile, partial: Path, here: int, report: Report) -> None:
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
-    url = hf_hub_url(dataset.repository, file.path, repo_type="dataset", revision=dataset.commit)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     if here:
         headers["Range"] = f"bytes={here}-"
@@ -227,7 +238,7 @@ def _is_intact(path: Path, file: RemoteFile) -> bool:
 
 
 @contextmanager
-def _clear_errors(repository: str) -> Iterator[None]:
+def _clear_errors(wanted: str) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -239,17 +250,17 @@ def _clear_errors(repository: str) -> Iterator[None]:
         yield
     except GatedRepoError:
         raise FileError(
-            f"{repository}: asks for consent. Give it on the hub and log in with `hf auth login`."
+            f"{wanted}: asks for consent. Give it on the hub and log in with `hf auth login`."
         ) from None
     except RepositoryNotFoundError:
-        raise FileError(f"{repository}: no such dataset on the hub, or it is private.") from None
+        raise FileError(f"{wanted}: no such dataset on the hub, or it is private.") from None
     except HfHubHTTPError as error:
         later = error.response.status_code in WORTH_ANOTHER_TRY
         kind = Unreachable if later else FileError
-        raise kind(f"{repository}: the hub refused ({_first_line(error)}).") from None
+        raise kind(f"{wanted}: the hub refused ({_first_line(error)}).") from None
     except (OfflineModeIsEnabled, *_connection_errors()) as error:
         raise Unreachable(
-            f"{repository}: the hub cannot be reached ({_first_line(error)}). Check the network; "
+            f"{wanted}: the hub cannot be reached ({_first_line(error)}). Check the network; "
             "what is here is kept, and the same command goes on from it."
         ) from None
 
