@@ -177,7 +177,8 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     if arguments.verify:
         for _ in console.track(shards.verify(), "checking", total=len(shards.records)):
             pass
-        console.out.print(f"{arguments.folder}: every checksum of {arguments.split} is right.")
+        words = f"{arguments.folder}: every checksum of {arguments.split} is right."
+        console.out.print(words, soft_wrap=True)
     tokenizer = Tokenizer.load(arguments.folder)
     inspect(
         shards,

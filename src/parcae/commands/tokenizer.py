@@ -71,7 +71,8 @@ def run_train(arguments: argparse.Namespace) -> int:
             on_merge=lambda: show("merging", total),
         )
     tokenizer.save(arguments.out)
-    console.out.print(f"{arguments.out}: {tokenizer.vocab_size:,} entries, {tokenizer.sha256[:12]}")
+    words = f"{arguments.out}: {tokenizer.vocab_size:,} entries, {tokenizer.sha256[:12]}"
+    console.out.print(words, soft_wrap=True)
     if tokenizer.vocab_size < arguments.size:
         console.err.print(
             f"The text has only {tokenizer.vocab_size:,} of the {arguments.size:,} entries in it: "
