@@ -303,12 +303,12 @@ def test_a_full_disk_loses_nothing(
     assert contents(folder) == contents(tmp_path / "whole")
 
 
-def test_a_bad_source_is_named_and_what_was_done_is_kept(
+def test_a_bad_source_is_named_and_nothing_is_taken_for_finished(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
     bad = source / "c.jsonl"
     bad.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-    with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*shards finished"):
+    with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*--text-field\.$"):
         prepare(work_on(source, tokenizer), tmp_path / "out")
     with pytest.raises(FileError, match="not a finished preparation"):
         Shards.open(tmp_path / "out")

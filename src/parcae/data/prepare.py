@@ -53,6 +53,8 @@ def prepare(work: Preparation, folder: str | Path, report: Report = lambda _: No
             _write_parts(work, folder, state, report)
             return _finish(work, folder, state)
         except FileError as error:
+            if error.__cause__ is None:  # a source; changing that would make it other work
+                raise
             parts = len(state["parts"])
             raise FileError(
                 f"{error} The {parts} shards finished so far are kept: run the same command "
