@@ -1,0 +1,230 @@
+"""`parcae data prepare | inspect | download`: from documents to shards, and a look at them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from parcae import console
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from parcae.data.readers import Reading
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+def register(subparsers: Any) -> None:
+    parser = subparsers.add_parser("data", help="prepare, inspect and download documents")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _register_prepare(actions)
+    _register_inspect(actions)
+    _register_download(actions)
+
+
+def add_reading_options(parser: argparse.ArgumentParser) -> None:
+    """How files become documents; the same for all commands that read some."""
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="JSON key or Parquet column with the text (default: text)",
+    )
+    parser.add_argument(
+        "--document-start",
+        metavar="REGEX",
+        help="in text files, a line that matches starts a new document",
+    )
+    parser.add_argument(
+        "--encoding-errors",
+        choices=("strict", "replace"),
+        default="strict",
+        help="what to do about bytes that are not UTF-8",
+    )
+
+
+def reading(arguments: argparse.Namespace) -> Reading:
+    from parcae.data.readers import Reading
+
+    return Reading(
+        text_field=arguments.text_field,
+        document_start=arguments.document_start,
+        encoding_errors=arguments.encoding_errors,
+    )
+
+
+@contextmanager
+def waiting(total: float) -> Iterator[Callable[[str, float], None]]:
+    """Call it with words and an amount done: a bar on a terminal, now and then a line elsewhere."""
+    with console.progress() as display:
+        task = display.add_task("", total=total)
+        printed = time.monotonic()
+
+        def show(words: str, done: float) -> None:
+            nonlocal printed
+            display.update(task, description=words, completed=done)
+            if not console.err.is_terminal and time.monotonic() > printed + SECONDS_BETWEEN_LINES:
+                printed = time.monotonic()
+                console.err.print(f"{words}: {done / max(total, 1e-9):.0%}", highlight=False)
+
+        yield show
+
+
+def _register_prepare(actions: Any) -> None:
+    parser = actions.add_parser("prepare", help="tokenise documents into shards")
+    parser.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="files, folders, globs, or `builtin`"
+    )
+    parser.add_argument("--tokenizer", required=True, metavar="FILE")
+    parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--validation",
+        action="append",
+        default=[],
+        metavar="SOURCE",
+        help="hold out these documents instead of a fraction; may be repeated",
+    )
+    parser.add_argument(
+        "--validation-fraction",
+        type=float,
+        default=0.005,
+        metavar="SHARE",
+        help="share of the documents to hold out (default: 0.005)",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=1 << 26,
+        metavar="N",
+        help="tokens after which a new shard starts (default: 64 Mi)",
+    )
+    add_reading_options(parser)
+    parser.set_defaults(run=run_prepare)
+
+
+def run_prepare(arguments: argparse.Namespace) -> int:
+    from parcae.data.corpus import find_files
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import Update, prepare
+    from parcae.data.tokenizer import Tokenizer
+
+    work = Preparation(
+        files=find_files(arguments.sources),
+        tokenizer=Tokenizer.load(arguments.tokenizer),
+        validation_files=find_files(arguments.validation) if arguments.validation else (),
+        validation_fraction=arguments.validation_fraction,
+        shard_tokens=arguments.shard_tokens,
+        reading=reading(arguments),
+    )
+    megabyte = 1e6
+    with waiting(work.source_bytes / megabyte) as show:
+
+        def report(update: Update) -> None:
+            tokens = f", {console.short(update.tokens)} tokens" if update.tokens else ""
+            show(f"{update.activity} (MB{tokens})", update.source_bytes / megabyte)
+
+        manifest = prepare(work, arguments.out, report)
+    _print_manifest(arguments.out, manifest)
+    return 0
+
+
+def _print_manifest(folder: str, manifest: dict[str, Any]) -> None:
+    rows = []
+    for split, total in manifest["totals"].items():
+        content = max(1, total["tokens"] - total["documents"])
+        rows.append(
+            (
+                split,
+                f"{total['documents']:,}",
+                f"{total['tokens']:,}",
+                f"{total['text_bytes']:,}",
+                f"{total['text_bytes'] / content:.3f}",
+                len(manifest["shards"][split]),
+            )
+        )
+    columns = ("split", "documents", "tokens", "bytes of text", "bytes per token", "shards")
+    console.out.print(console.table(str(folder), columns, rows))
+    skipped = manifest["skipped"]
+    if any(skipped.values()):
+        console.out.print(
+            f"Left out: {skipped['empty']:,} without text, "
+            f"{skipped['held_out']:,} that also stand in validation."
+        )
+    if not manifest["totals"]["validation"]["documents"]:
+        console.err.print("Nothing was held out: raise --validation-fraction to validate on this.")
+
+
+def _register_inspect(actions: Any) -> None:
+    parser = actions.add_parser("inspect", help="look at shards and at the rows packed from them")
+    parser.add_argument("folder", metavar="FOLDER")
+    parser.add_argument("--context", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--rows", type=int, default=8, metavar="N")
+    parser.add_argument("--out", metavar="FOLDER", help="where to draw the figures")
+    parser.add_argument("--split", choices=("train", "validation"), default="train")
+    parser.add_argument("--verify", action="store_true", help="check every shard's checksum first")
+    parser.set_defaults(run=run_inspect)
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    from parcae.data.inspect import inspect
+    from parcae.data.shards import Shards
+    from parcae.data.tokenizer import Tokenizer
+
+    shards = Shards.open(arguments.folder, arguments.split)
+    if arguments.verify:
+        for _ in console.track(shards.verify(), "checking", total=len(shards.records)):
+            pass
+        words = f"{arguments.folder}: every checksum of {arguments.split} is right."
+        console.out.print(words, soft_wrap=True)
+    tokenizer = Tokenizer.load(arguments.folder)
+    inspect(
+        shards,
+        tokenizer.decode,
+        context=arguments.context,
+        rows=arguments.rows,
+        out_folder=arguments.out,
+        bytes_of_token=tokenizer.bytes_per_token() if tokenizer.is_byte_level else None,
+    )
+    return 0
+
+
+def _register_download(actions: Any) -> None:
+    parser = actions.add_parser("download", help="fetch a dataset of the Hugging Face hub")
+    parser.add_argument(
+        "name", metavar="NAME", help="such as fineweb-edu-10bt, or owner/name:folder"
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument("--revision", default="main", metavar="NAME")
+    parser.add_argument("--first-files", type=int, metavar="N", help="only the first N files")
+    parser.set_defaults(run=run_download)
+
+
+def run_download(arguments: argparse.Namespace) -> int:
+    from parcae.data.hub import RemoteFile, download
+
+    with console.progress() as display:
+        tasks: dict[str, Any] = {}
+
+        def report(file: RemoteFile, here: int) -> None:
+            if file.path not in tasks:
+                tasks[file.path] = display.add_task(f"{file.path} (MB)", total=file.bytes / 1e6)
+            display.update(tasks[file.path], completed=here / 1e6)
+            if here == file.bytes and not console.err.is_terminal:
+                console.err.print(f"{file.path}: {file.bytes:,} bytes", highlight=False)
+
+        dataset = download(
+            arguments.name,
+            arguments.out,
+            revision=arguments.revision,
+            first_files=arguments.first_files,
+            report=report,
+        )
+    count = len(dataset.files[: arguments.first_files])
+    console.out.print(
+        f"{dataset.repository} at {dataset.commit[:12]}: {count} of {len(dataset.files)} files "
+        f"here and verified. Next: parcae data prepare {arguments.out} --tokenizer ... --out ..."
+    )
+    return 0

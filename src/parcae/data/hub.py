@@ -1,0 +1,278 @@
+"""Datasets of the Hugging Face hub as local files: resumable, and verified by their sha256.
+
+    download("fineweb-edu-10bt", "data/fineweb-edu-10bt")
+
+The first run fixes the revision and the list of files in `download.json`; later runs fetch what
+is missing, byte range by byte range, so that an interrupted download of any size goes on where
+it was and never mixes two revisions. A file has its name only once its checksum is right.
+
+We fetch the bytes ourselves because `hf_hub_download` starts an interrupted file anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from parcae.config import ConfigError
+from parcae.data.readers import format_of
+from parcae.files import FileError, atomic_path, exclusive, read_json, write_json
+from parcae.recipe import suggest
+
+FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
+NAMES = {
+    "fineweb-edu-10bt": f"{FINEWEB_EDU}:sample/10BT",
+    "fineweb-edu-100bt": f"{FINEWEB_EDU}:sample/100BT",
+    "fineweb-edu-350bt": f"{FINEWEB_EDU}:sample/350BT",
+    "huginn": "tomg-group-umd/huginn-dataset",
+}
+RECORD = "download.json"
+CHUNK_BYTES = 1 << 20
+ATTEMPTS = 5
+RETRY_SECONDS = 0.5
+TIMEOUT_SECONDS = 30
+WORTH_ANOTHER_TRY = (408, 429, 500, 502, 503, 504)
+
+
+class Unreachable(FileError):
+    """The hub does not answer, or not now."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    path: str
+    bytes: int
+    sha256: str | None
+    """Of the content, for all files that the hub keeps outside git; the others have none."""
+    blob_sha1: str
+    """git's own name for the content of a file kept inside git."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A folder of a dataset repository at one commit."""
+
+    repository: str
+    folder: str
+    commit: str
+    files: tuple[RemoteFile, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+
+Report = Callable[[RemoteFile, int], None]
+"""Called with a file and how many of its bytes are here."""
+
+
+def download(
+    name: str,
+    folder: str | Path,
+    *,
+    revision: str = "main",
+    first_files: int | None = None,
+    endpoint: str | None = None,
+    report: Report = lambda _file, _bytes: None,
+) -> Dataset:
+    """Fetch a dataset, or its first few files, into `folder`; run it again to go on.
+
+    `endpoint` is a mirror of the hub; the environment's HF_ENDPOINT if it is left out.
+    """
+    folder = Path(folder)
+    repository, inside = resolve(name)
+    with exclusive(folder):
+        dataset = _pinned(folder, repository, inside)
+        if dataset is None:
+            dataset = _list(repository, inside, revision, endpoint)
+            write_json(folder / RECORD, asdict(dataset))
+        for file in dataset.files[:first_files]:
+            url = _url(dataset, file, endpoint)
+            _fetch_whole(url, file, folder / file.path, report)
+    return dataset
+
+
+def resolve(name: str) -> tuple[str, str]:
+    """Repository and folder behind one of our names, or behind `owner/name[:folder]`."""
+    full = NAMES.get(name, name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[^:]+)?", full):
+        raise ConfigError(
+            f"{name}: not a dataset. {suggest(name, list(NAMES))} Or write owner/name[:folder]."
+        )
+    repository, _, inside = full.partition(":")
+    return repository, inside.strip("/")
+
+
+def _pinned(folder: Path, repository: str, inside: str) -> Dataset | None:
+    path = folder / RECORD
+    if not path.exists():
+        return None
+    record = read_json(path)
+    files = tuple(RemoteFile(**file) for file in record.pop("files"))
+    dataset = Dataset(files=files, **record)
+    if (dataset.repository, dataset.folder) != (repository, inside):
+        raise FileError(
+            f"{folder}: already holds {dataset.repository}:{dataset.folder}. Choose another folder."
+        )
+    return dataset
+
+
+def _list(repository: str, inside: str, revision: str, endpoint: str | None) -> Dataset:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    with _clear_errors(repository):
+        api = HfApi(endpoint=endpoint)
+        commit = api.dataset_info(repository, revision=revision).sha or revision
+        tree = api.list_repo_tree(
+            repository, inside or None, recursive=True, revision=commit, repo_type="dataset"
+        )
+        entries = [entry for entry in tree if isinstance(entry, RepoFile)]
+    files = sorted(
+        (
+            RemoteFile(e.path, e.size, e.lfs.sha256 if e.lfs else None, e.blob_id)
+            for e in entries
+            if format_of(Path(e.path))
+        ),
+        key=lambda file: file.path,
+    )
+    if not files:
+        raise FileError(f"{repository}:{inside}: no file with documents there. Check the folder.")
+    return Dataset(repository, inside, commit, tuple(files))
+
+
+def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(
+        dataset.repository,
+        file.path,
+        repo_type="dataset",
+        revision=dataset.commit,
+        endpoint=endpoint,
+    )
+
+
+def _fetch_whole(url: str, file: RemoteFile, target: Path, report: Report) -> None:
+    """One file, verified; an interrupted one goes on, a damaged one is fetched once more."""
+    if target.exists() and target.stat().st_size == file.bytes:
+        report(file, file.bytes)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(2):
+        _fetch(url, file, partial, report)
+        if _is_intact(partial, file):
+            with atomic_path(target) as temporary:
+                partial.replace(temporary)
+            return
+        partial.unlink()
+    raise FileError(
+        f"{target}: what the hub sent does not have the checksum it states. Nothing of it was "
+        "kept; try again later."
+    )
+
+
+def _fetch(url: str, file: RemoteFile, partial: Path, report: Report) -> None:
+    """Append what is missing, with a few attempts as long as the connection breaks."""
+    idle_attempts = 0
+    while True:
+        here = partial.stat().st_size if partial.exists() else 0
+        report(file, here)
+        if here >= file.bytes:
+            return
+        try:
+            with _clear_errors(file.path):
+                _append(url, file, partial, here, report)
+        except Unreachable:
+            grown = partial.exists() and partial.stat().st_size > here
+            idle_attempts = 0 if grown else idle_attempts + 1
+            if idle_attempts >= ATTEMPTS:
+                raise
+            time.sleep(RETRY_SECONDS * 2**idle_attempts)
+
+
+def _append(url: str, file: RemoteFile, partial: Path, here: int, report: Report) -> None:
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    if here:
+        headers["Range"] = f"bytes={here}-"
+    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
+        hf_raise_for_status(response)
+        goes_on = response.status_code == 206
+        here = here if goes_on else 0
+        with partial.open("ab" if goes_on else "wb") as stream:
+            for chunk in response.iter_bytes(CHUNK_BYTES):
+                _write(stream, chunk, partial)
+                here += len(chunk)
+                report(file, here)
+
+
+def _write(stream: IO[bytes], chunk: bytes, path: Path) -> None:
+    try:
+        stream.write(chunk)
+        stream.flush()
+    except OSError as error:
+        raise FileError(
+            f"{path}: could not be written ({error.strerror}). Make room and run it again; "
+            "what is here is kept."
+        ) from error
+
+
+def _is_intact(path: Path, file: RemoteFile) -> bool:
+    if path.stat().st_size != file.bytes:
+        return False
+    digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.bytes)
+    with path.open("rb") as stream:
+        while chunk := stream.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest() == (file.sha256 or file.blob_sha1)
+
+
+@contextmanager
+def _clear_errors(wanted: str) -> Iterator[None]:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        yield
+    except GatedRepoError:
+        raise FileError(
+            f"{wanted}: asks for consent. Give it on the hub and log in with `hf auth login`."
+        ) from None
+    except RepositoryNotFoundError:
+        raise FileError(f"{wanted}: no such dataset on the hub, or it is private.") from None
+    except HfHubHTTPError as error:
+        later = error.response.status_code in WORTH_ANOTHER_TRY
+        kind = Unreachable if later else FileError
+        raise kind(f"{wanted}: the hub refused ({_first_line(error)}).") from None
+    except (OfflineModeIsEnabled, *_connection_errors()) as error:
+        raise Unreachable(
+            f"{wanted}: the hub cannot be reached ({_first_line(error)}). Check the network; "
+            "what is here is kept, and the same command goes on from it."
+        ) from None
+
+
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """What the hub's HTTP client raises, whichever library is behind it."""
+    from huggingface_hub.utils import get_session
+
+    module: Any = importlib.import_module(type(get_session()).__module__.partition(".")[0])
+    return (module.TransportError, ConnectionError, TimeoutError)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

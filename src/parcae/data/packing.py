@@ -1,0 +1,187 @@
+"""Documents into full rows, from their lengths alone.
+
+    packing = pack(lengths, capacity=context + 1)
+    for document, start, length in packing.row(0): ...
+
+Best fit: a row takes, again and again, the longest buffered document that fits whole; when none
+fits, the shortest buffered document is cropped to fill the row exactly and its rest is dropped.
+Ties go to the document that entered the buffer first. So every row starts with a document (with
+BOS), and none is padded. Concatenation, for comparison, lays the documents end to end and cuts.
+
+No token is touched here: a packing says which piece of which document goes where, and rows are
+read from memory-mapped tokens when they are needed. Every token is accounted for:
+packed + cropped + left over = all, where the documents of the last, incomplete row are left over.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from parcae.config import require
+
+Method = Literal["best-fit", "concatenate"]
+BUFFER_DOCUMENTS = 1_000
+
+
+class Segment(NamedTuple):
+    """A piece of a document inside a row."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Rows of `capacity` tokens; row r holds the segments row_starts[r] to row_starts[r + 1]."""
+
+    capacity: int
+    row_starts: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    cropped_tokens: int
+    leftover_tokens: int
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
+    @property
+    def packed_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def all_tokens(self) -> int:
+        return self.packed_tokens + self.cropped_tokens + self.leftover_tokens
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the rows' places that hold a token of a document."""
+        return self.packed_tokens / (self.rows * self.capacity) if self.rows else 1.0
+
+    @property
+    def aligned_rows(self) -> int:
+        """Rows that start with the start of a document."""
+        return int((self.starts[self.row_starts[:-1]] == 0).sum())
+
+    def row(self, row: int) -> Iterator[Segment]:
+        """The segments of a row, in order."""
+        part = slice(self.row_starts[row], self.row_starts[row + 1])
+        pieces = (self.documents[part], self.starts[part], self.lengths[part])
+        return map(Segment, *(piece.tolist() for piece in pieces))
+
+
+def pack(
+    lengths: np.ndarray,
+    capacity: int,
+    buffer: int = BUFFER_DOCUMENTS,
+    method: Method = "best-fit",
+) -> Packing:
+    """Fill rows of `capacity` tokens with documents of these lengths, taken in this order."""
+    require(capacity >= 1, "capacity", f"{capacity} is not positive", "Use context + 1.")
+    require(buffer >= 1, "buffer", f"{buffer} is not positive", "Use at least 1.")
+    lengths = np.asarray(lengths, dtype=np.int64)
+    require(
+        len(lengths) == 0 or bool(lengths.min() >= 1),
+        "lengths",
+        "a document has no token",
+        "Start every document with BOS.",
+    )
+    if method == "concatenate":
+        return concatenate(lengths, capacity)
+    placed, row_starts = _best_fit(lengths, capacity, buffer)
+    complete = lengths[placed]
+    kept = complete.copy()
+    if len(row_starts) > 1:
+        kept[row_starts[1:] - 1] -= np.add.reduceat(complete, row_starts[:-1]) - capacity
+    cropped = int((complete - kept).sum())
+    return Packing(
+        capacity=capacity,
+        row_starts=row_starts,
+        documents=placed,
+        starts=np.zeros_like(placed),
+        lengths=kept,
+        cropped_tokens=cropped,
+        leftover_tokens=int(lengths.sum() - kept.sum() - cropped),
+    )
+
+
+def concatenate(lengths: np.ndarray, capacity: int) -> Packing:
+    """Documents end to end, cut every `capacity` tokens: none is cropped, rows start anywhere."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    rows = total // capacity
+    row_edges = np.arange(rows + 1, dtype=np.int64) * capacity
+    edges = np.union1d(row_edges, ends[ends < row_edges[-1]])
+    documents = np.searchsorted(ends, edges[:-1], side="right")
+    return Packing(
+        capacity=capacity,
+        row_starts=np.searchsorted(edges, row_edges),
+        documents=documents,
+        starts=edges[:-1] - (ends - lengths)[documents],
+        lengths=np.diff(edges),
+        cropped_tokens=0,
+        leftover_tokens=total - rows * capacity,
+    )
+
+
+def _best_fit(lengths: np.ndarray, capacity: int, buffer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The documents in the order in which they are placed, and where each row starts among them.
+
+    The buffer is a set of lengths held in the bits of one integer, so that the longest that fits
+    is a `bit_length` away, however many documents wait. Documents of one length leave in the order
+    they came, hence two counters into the stable order by length are their queue: `head` is the
+    next to leave, `tail` the next to come. Documents longer than a row never fit and only matter
+    as the shortest there is: a heap of their ranks in the same order.
+    """
+    order = np.argsort(lengths, kind="stable")
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    head = np.searchsorted(lengths[order], np.arange(capacity + 1)).tolist()
+    tail = head.copy()
+    order, rank, sizes = order.tolist(), rank.tolist(), lengths.tolist()
+
+    waiting = 0
+    oversized: list[int] = []
+    entered, admitted = 0, min(buffer, len(sizes))
+    placed: list[int] = []
+    row_starts = [0]
+    remaining = capacity
+    while True:
+        while entered < admitted:
+            length = sizes[entered]
+            if length > capacity:
+                heapq.heappush(oversized, rank[entered])
+            else:
+                waiting |= 1 << length
+                tail[length] += 1
+            entered += 1
+        if waiting:
+            length = (waiting & ((2 << remaining) - 1)).bit_length() - 1
+            if length < 0:
+                length = (waiting & -waiting).bit_length() - 1
+            first = head[length]
+            head[length] = first + 1
+            if first + 1 == tail[length]:
+                waiting ^= 1 << length
+        elif oversized:
+            first = heapq.heappop(oversized)
+            length = capacity
+        else:
+            break
+        placed.append(order[first])
+        if admitted < len(sizes):
+            admitted += 1
+        remaining -= length
+        if remaining <= 0:
+            row_starts.append(len(placed))
+            remaining = capacity
+    complete = row_starts[-1]
+    return np.array(placed[:complete], dtype=np.int64), np.array(row_starts, dtype=np.int64)

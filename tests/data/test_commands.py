@@ -1,0 +1,75 @@
+"""The commands from end to end on the built-in corpus: train, compare, prepare, inspect."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from parcae.commands import data, tokenizer
+from parcae.config import ConfigError
+from parcae.data.shards import Shards
+from parcae.files import FileError
+
+
+def run(*arguments: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers(required=True)
+    data.register(subparsers)
+    tokenizer.register(subparsers)
+    parsed = parser.parse_args([str(argument) for argument in arguments])
+    return parsed.run(parsed)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("commands")
+    texts = [
+        f"Document {i} says that {i} loops are {i % 7} more than before.\n" for i in range(400)
+    ]
+    lines = "".join(json.dumps({"body": text}) + "\n" for text in texts)
+    (folder / "texts.jsonl").write_text(lines)
+    return folder
+
+
+def test_from_text_to_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, vocabulary, out = folder / "texts.jsonl", folder / "t.json", folder / "shards"
+    field = ("--text-field", "body")
+    assert run("tokenizer", "train", source, "--size", "300", "--out", vocabulary, *field) == 0
+    assert "300 entries" in capsys.readouterr().out
+
+    assert run("tokenizer", "eval", vocabulary, "--on", source, *field) == 0
+    assert "300" in capsys.readouterr().out
+
+    options = ("--tokenizer", vocabulary, "--validation-fraction", "0.1")
+    assert run("data", "prepare", source, "--out", out, *options, *field) == 0
+    printed = capsys.readouterr().out
+    held_out = len(Shards.open(out, "validation", verify=True).lengths)
+    kept = len(Shards.open(out, verify=True).lengths)
+    assert held_out + kept == 400
+    assert str(held_out) in printed
+    assert str(kept) in printed
+
+    assert run("data", "inspect", out, "--context", "32", "--rows", "2", "--verify") == 0
+    assert "every checksum of train is right" in capsys.readouterr().out
+    shard = out / "train-00000.shard"
+    damaged = bytearray(shard.read_bytes())
+    damaged[200] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(FileError, match="its checksum is wrong"):
+        run("data", "inspect", out, "--verify")
+
+
+def test_a_text_too_small_for_the_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("abab")
+    run("tokenizer", "train", tmp_path / "a.txt", "--out", tmp_path / "t.json")
+    assert "give it more text, or ask for fewer" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dataset_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not a dataset"):
+        run("data", "download", "fineweb", "--out", tmp_path)

@@ -1,0 +1,226 @@
+"""Files to documents: every format gives the same texts, from any position, or a clear error."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parcae.config import ConfigError
+from parcae.data import readers
+from parcae.data.corpus import (
+    Position,
+    bytes_read,
+    content_key,
+    find_files,
+    read_documents,
+    split_of,
+)
+from parcae.data.readers import Reading
+from parcae.files import FileError
+
+TEXTS = ["first", "zwei\nZeilen", "", "três 🙂 \u200d\0 end", "x" * 3000, "last"]
+
+
+def compress(path: Path, data: bytes) -> Path:
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    if path.suffix == ".zst":
+        half = len(data) // 2  # two frames, as tools that append write them
+        data = b"".join(zstandard.compress(part) for part in (data[:half], data[half:]))
+    path.write_bytes(data)
+    return path
+
+
+def write_records(path: Path, texts: list[str], field: str = "text") -> Path:
+    if ".parquet" in path.name:
+        table = pa.table({"id": list(range(len(texts))), field: texts})
+        pq.write_table(table, path, row_group_size=2)
+        return path
+    lines = [json.dumps({"id": i, field: text}) for i, text in enumerate(texts)]
+    return compress(path, ("\n".join(lines) + "\n\n").encode())
+
+
+def texts_of(path: Path, **reading: str) -> list[str]:
+    return [d.text for d in read_documents(find_files([path]), Reading(**reading))]  # type: ignore[arg-type]
+
+
+RECORD_NAMES = ["a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", RECORD_NAMES)
+def test_records_come_back_from_any_position(tmp_path: Path, name: str) -> None:
+    files = find_files([write_records(tmp_path / name, TEXTS)])
+    whole = list(read_documents(files, Reading()))
+    assert [document.text for document in whole] == TEXTS
+    for place, document in enumerate(whole):
+        rest = read_documents(files, Reading(), document.behind)
+        assert [later.text for later in rest] == TEXTS[place + 1 :]
+    shares = [document.share_of_file for document in whole]
+    assert shares == sorted(shares)
+    assert 0 < shares[-1] <= 1
+    assert bytes_read(files)(whole[-1]) <= files[0].bytes
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.raw", "a.raw.zst"])
+def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
+    text = "\ufeffone\r\ntwo\rthree\n\n\0end"
+    path = compress(tmp_path / name, text.encode())
+    assert texts_of(path) == [text.lstrip("\ufeff")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="#a \n", max_size=60))
+def test_document_start_splits_like_a_regular_expression(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    if not text:
+        return
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    oracle = [part for part in re.split(r"(?m)^(?=#)", text) if part]
+    assert texts_of(path, document_start="^#") == oracle
+
+
+def test_a_giant_text_goes_on_as_further_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "LONGEST_TEXT", 10)
+    path = tmp_path / "a.txt"
+    path.write_text("short\nlines\nand one without any break at all")
+    parts = texts_of(path)
+    assert "".join(parts) == path.read_text()
+    assert max(map(len, parts)) <= 10
+
+
+def test_many_files_keep_their_order_and_positions(tmp_path: Path) -> None:
+    for number in (2, 0, 1):
+        write_records(tmp_path / f"{number}.jsonl", [f"{number}-{i}" for i in range(3)])
+    files = find_files([tmp_path, tmp_path / "1.jsonl", str(tmp_path / "*.jsonl")])
+    assert [file.path.name for file in files] == ["0.jsonl", "1.jsonl", "2.jsonl"]
+    expected = [f"{n}-{i}" for n in range(3) for i in range(3)]
+    assert [d.text for d in read_documents(files, Reading())] == expected
+    later = read_documents(files, Reading(), Position(1, 2))
+    assert [d.text for d in later] == expected[5:]
+
+
+def test_another_field(tmp_path: Path) -> None:
+    for name in RECORD_NAMES:
+        path = write_records(tmp_path / name, ["body"], field="content")
+        assert texts_of(path, text_field="content") == ["body"]
+        with pytest.raises(FileError, match=r"no field 'text'; it has id, content.*--text-field"):
+            texts_of(path)
+
+
+def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud83d b \\ud83d\\ude42"}\n')
+    assert texts_of(path) == ["a\ufffd b 🙂"]
+
+
+BAD_UTF8 = b"good \xff bad"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_not_utf8_is_an_error_or_replaced(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"text": pa.array([BAD_UTF8], pa.binary())}), path)
+    else:
+        path.write_bytes(BAD_UTF8 if name == "a.txt" else b'{"text": "' + BAD_UTF8 + b'"}')
+    with pytest.raises(FileError, match=rf"{name}.*not UTF-8 \(byte 0xff.*--encoding-errors"):
+        texts_of(path)
+    assert texts_of(path, encoding_errors="replace") == ["good \ufffd bad"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"", r"a\.txt: empty\. Remove it"),
+        ("a.jsonl", b"\n \n", r"no document in it"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"line 2: not a JSON record"),
+        ("a.jsonl", b'["a"]', r"line 1: a record is an object, not list"),
+        ("a.jsonl", b'{"text": 5}', r"line 1: 'text' is not text but int"),
+        ("a.parquet", b"PAR1 no", r"a\.parquet: damaged, or not Parquet"),
+        ("a.pdf", b"%PDF", r"a\.pdf: its suffix says nothing.*\.jsonl"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(FileError, match=message):
+        texts_of(path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_truncated_file_is_never_taken_for_a_whole_one(tmp_path: Path, name: str) -> None:
+    path = write_records(tmp_path / name, [f"text {i}" for i in range(500)])
+    data = path.read_bytes()
+    half = len(zstandard.compress(b"")) + len(data) // 2
+    for size in (half, len(data) - 1, len(data) - 5):
+        path.write_bytes(data[:size])
+        with pytest.raises(FileError, match="damaged or truncated"):
+            texts_of(path)
+
+
+def test_a_truncated_parquet_file(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "a.parquet", TEXTS)
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(FileError, match="damaged, or not Parquet"):
+        texts_of(path)
+
+
+def test_a_column_that_is_not_text(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(FileError, match="column 'text' is not text but int64"):
+        texts_of(tmp_path / "a.parquet")
+
+
+def test_records_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "LONGEST_RECORD_BYTES", 1 << 20)
+    for name in ("a.jsonl", "a.parquet"):
+        path = write_records(tmp_path / name, ["x" * (1 << 21)])
+        with pytest.raises(FileError, match=r"longer than 1 MiB\. Split it"):
+            texts_of(path)
+
+
+def test_sources_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="parcae data download"):
+        find_files([tmp_path / "missing*.txt"])
+    with pytest.raises(FileError, match="no file to read in this folder"):
+        find_files([tmp_path])
+    with pytest.raises(FileError, match="no source was named"):
+        find_files([])
+    with pytest.raises(ConfigError, match="not a regular expression"):
+        Reading(document_start="(")
+
+
+def test_builtin_is_the_library_alone_and_always_the_same() -> None:
+    files = find_files(["builtin"])
+    names = [file.name for file in files]
+    assert files == find_files(["builtin"])
+    assert len(set(names)) == len(names) > 300
+    assert "python/argparse.py" in names
+    assert not [name for name in names if "site-packages" in name or "/test/" in name]
+    documents = list(read_documents(files, Reading()))
+    assert sum(len(document.text) for document in documents) > 5_000_000
+    topics = [d.text for d in documents if files[d.behind.file].format == "topics"]
+    assert any("lambda" in topic for topic in topics)
+
+
+def test_the_split_depends_on_the_text_alone() -> None:
+    texts = [f"document {i}" for i in range(20_000)]
+    held_out = {text for text in texts if split_of(text, 0.05) == "validation"}
+    assert 850 < len(held_out) < 1150  # five standard deviations around 1,000
+    assert held_out == {text for text in reversed(texts) if split_of(text, 0.05) == "validation"}
+    assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
+    assert not [text for text in texts if split_of(text, 0.0) == "validation"]
+    assert content_key("a") == content_key("a") != content_key("b")

@@ -1,0 +1,240 @@
+"""Downloads through the real client, from a small hub of our own that misbehaves on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from parcae.config import ConfigError
+from parcae.data import hub
+from parcae.data.corpus import find_files
+from parcae.data.hub import RemoteFile, download, resolve
+from parcae.files import FileError
+
+COMMIT = "c0ffee" + "0" * 34
+REPOSITORY = "someone/texts"
+
+
+class SmallHub(ThreadingHTTPServer):
+    """The three routes a download needs, with faults to switch on."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Routes)
+        self.files: dict[str, bytes] = {}
+        self.drop_after: list[int] = []
+        """Each transfer takes one number from here and breaks after so many bytes."""
+        self.damage: set[str] = set()
+        self.ignores_ranges = False
+        self.requests: list[tuple[str, str | None]] = []
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def tree(self, folder: str) -> list[dict[str, object]]:
+        entries: list[dict[str, object]] = [{"type": "directory", "path": folder, "oid": "0"}]
+        for path, data in self.files.items():
+            blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+            entry: dict[str, object] = {
+                "type": "file",
+                "path": path,
+                "size": len(data),
+                "oid": blob,
+            }
+            if path.endswith(".parquet"):
+                oid = hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"oid": oid, "size": len(data), "pointerSize": 134}
+            if path.startswith(folder):
+                entries.append(entry)
+        return entries
+
+
+class Routes(BaseHTTPRequestHandler):
+    server: SmallHub  # type: ignore[assignment]
+
+    def do_GET(self) -> None:
+        path = unquote(self.path.partition("?")[0])
+        tree, content = (
+            f"/api/datasets/{REPOSITORY}/tree/{COMMIT}",
+            f"/datasets/{REPOSITORY}/resolve",
+        )
+        if path == f"/api/datasets/{REPOSITORY}/revision/main":
+            self.answer(200, json.dumps({"id": REPOSITORY, "sha": COMMIT}).encode())
+        elif path.startswith(tree):
+            self.answer(200, json.dumps(self.server.tree(path[len(tree) :].strip("/"))).encode())
+        elif path.startswith(f"{content}/{COMMIT}/"):
+            self.send_file(path[len(f"{content}/{COMMIT}/") :])
+        else:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    def send_file(self, name: str) -> None:
+        asked = self.headers.get("Range")
+        self.server.requests.append((name, asked))
+        data = self.server.files[name]
+        if name in self.server.damage:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        ranged = asked is not None and not self.server.ignores_ranges
+        if ranged:
+            data = data[int(asked.removeprefix("bytes=").rstrip("-")) :]  # type: ignore[union-attr]
+        drop = self.server.drop_after.pop(0) if self.server.drop_after else len(data)
+        self.answer(206 if ranged else 200, data, drop)
+
+    def answer(self, status: int, data: bytes, drop: int | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data[:drop])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+    monkeypatch.setattr(hub, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "CHUNK_BYTES", 1000)
+    small = SmallHub()
+    chance = random.Random(1)
+    for number in range(3):
+        small.files[f"sample/10BT/{number}.parquet"] = chance.randbytes(50_000 + number)
+    small.files["sample/10BT/few.jsonl"] = b'{"text": "kept inside git"}\n'
+    small.files["sample/10BT/README.md"] = b"not a document"
+    thread = threading.Thread(target=small.serve_forever, daemon=True)
+    thread.start()
+    yield small
+    small.shutdown()
+    small.server_close()
+
+
+def fetch(server: SmallHub, folder: Path, **options: object) -> hub.Dataset:
+    name = f"{REPOSITORY}:sample/10BT"
+    return download(name, folder, endpoint=server.endpoint, **options)  # type: ignore[arg-type]
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    inside = folder / "sample/10BT"
+    return {f"sample/10BT/{p.name}": p.read_bytes() for p in inside.iterdir()}
+
+
+def documents(server: SmallHub) -> dict[str, bytes]:
+    return {name: data for name, data in server.files.items() if not name.endswith(".md")}
+
+
+def test_all_files_arrive_once(server: SmallHub, tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def report(file: RemoteFile, bytes_here: int) -> None:
+        seen.append((file.path, bytes_here))
+
+    dataset = fetch(server, tmp_path, report=report)
+    assert here(tmp_path) == documents(server)
+    assert dataset.commit == COMMIT
+    assert dataset.bytes == sum(map(len, documents(server).values()))
+    assert ("sample/10BT/1.parquet", 50_001) in seen
+    asked = len(server.requests)
+    fetch(server, tmp_path)
+    assert len(server.requests) == asked
+    assert {file.path.name for file in find_files([tmp_path / "sample"])} == {
+        Path(name).name for name in documents(server)
+    }
+
+
+def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
+    fetch(server, tmp_path, first_files=2)
+    assert sorted(here(tmp_path)) == ["sample/10BT/0.parquet", "sample/10BT/1.parquet"]
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
+def test_a_broken_connection_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
+    server.drop_after = [20_000, 0, 5_000]
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+    ranges = [asked for name, asked in server.requests if name.endswith("0.parquet")]
+    assert ranges == [None, "bytes=20000-", "bytes=20000-", "bytes=25000-"]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(file: RemoteFile, bytes_here: int) -> None:
+        if file.path.endswith("1.parquet") and bytes_here >= 30_000:
+            raise Killed
+
+    with pytest.raises(Killed):
+        fetch(server, tmp_path, report=kill)
+    assert not (tmp_path / "sample/10BT/1.parquet").exists()
+    server.requests.clear()
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+    assert server.requests[0] == ("sample/10BT/1.parquet", "bytes=30000-")
+
+
+def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path: Path) -> None:
+    server.ignores_ranges = True
+    server.drop_after = [20_000]
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
+@pytest.mark.parametrize("name", ["sample/10BT/1.parquet", "sample/10BT/few.jsonl"])
+def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, name: str) -> None:
+    server.damage.add(name)
+    with pytest.raises(FileError, match=r"does not have the checksum it states"):
+        fetch(server, tmp_path)
+    assert not (tmp_path / name).exists()
+    server.damage.clear()
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
+def test_a_damaged_partial_file_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
+    partial = tmp_path / "sample/10BT/.0.parquet.partial"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"x" * 10_000)
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
+def test_a_hub_that_cannot_be_reached(server: SmallHub, tmp_path: Path) -> None:
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(FileError, match=r"cannot be reached.*Check the network"):
+        fetch(server, tmp_path)
+
+
+def test_a_connection_that_stays_broken(server: SmallHub, tmp_path: Path) -> None:
+    server.drop_after = [0] * 50
+    with pytest.raises(FileError, match=r"0\.parquet: the hub cannot be reached"):
+        fetch(server, tmp_path)
+    server.drop_after.clear()
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
+def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
+    assert resolve("fineweb-edu-10bt") == ("HuggingFaceFW/fineweb-edu", "sample/10BT")
+    assert resolve("huginn") == ("tomg-group-umd/huginn-dataset", "")
+    assert resolve("a/b:c/d/") == ("a/b", "c/d")
+    with pytest.raises(ConfigError, match="Did you mean fineweb-edu-10bt"):
+        resolve("fineweb-edu-10b")
+    with pytest.raises(FileError, match="no such dataset on the hub"):
+        download("someone/else", tmp_path / "else", endpoint=server.endpoint)
+    with pytest.raises(FileError, match="no file with documents there"):
+        download(f"{REPOSITORY}:other", tmp_path / "other", endpoint=server.endpoint)
+    fetch(server, tmp_path / "texts")
+    with pytest.raises(FileError, match=r"already holds someone/texts:sample/10BT"):
+        download(REPOSITORY, tmp_path / "texts", endpoint=server.endpoint)

@@ -1,0 +1,390 @@
+"""Preparation: the shards hold what a plain loop would give, however often it was stopped."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from parcae.config import ConfigError
+from parcae.data import prepare as module
+from parcae.data.corpus import find_files, split_of
+from parcae.data.encoding import Preparation, tokenise
+from parcae.data.prepare import Update, prepare
+from parcae.data.shards import Shards, ShardWriter
+from parcae.data.tokenizer import Tokenizer, train
+from parcae.files import FileError, exclusive
+
+FRACTION = 0.2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(["some text to learn from, and some more text " * 20], 300)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    chance = random.Random(7)
+    words = ["loop", "state", "depth", "prelude", "coda", "\n", "42", "🙂", "<|bos|>"]
+    documents = [" ".join(chance.choices(words, k=chance.randint(1, 60))) for _ in range(300)]
+    documents[::50] = [""] * 6
+    return documents
+
+
+def write_source(path: Path, texts: list[str]) -> Path:
+    path.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode()))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path, texts: list[str]) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_source(folder / "a.jsonl.gz", texts[:200])
+    write_source(folder / "b.jsonl.gz", texts[200:])
+    return folder
+
+
+def work_on(source: Path, tokenizer: Tokenizer, **settings: object) -> Preparation:
+    defaults = {"validation_fraction": FRACTION, "shard_tokens": 2000}
+    return Preparation(find_files([source]), tokenizer, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+def documents_of(folder: Path, split: str) -> list[list[int]]:
+    shards = Shards.open(folder, split, verify=True)  # type: ignore[arg-type]
+    return [shards.tokens(number).tolist() for number in range(len(shards.lengths))]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything but the lock, which names the process that held it."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+
+
+def plain_loop(tokenizer: Tokenizer, texts: list[str], split: str) -> list[list[int]]:
+    """The oracle: tokenizers alone, one text after the other."""
+    library = tokenizers.Tokenizer.from_str(tokenizer.content)
+    library.encode_special_tokens = True
+    chosen = [text for text in texts if text and split_of(text, FRACTION) == split]
+    return [[0, *library.encode(text).ids] for text in chosen]
+
+
+def test_shards_hold_what_a_plain_loop_gives(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    updates: list[Update] = []
+    work = work_on(source, tokenizer)
+    manifest = prepare(work, tmp_path / "out", updates.append)
+    for split in ("train", "validation"):
+        expected = plain_loop(tokenizer, texts, split)
+        assert documents_of(tmp_path / "out", split) == expected
+        assert manifest["totals"][split]["documents"] == len(expected)
+        assert manifest["totals"][split]["tokens"] == sum(map(len, expected))
+    assert manifest["skipped"] == {"empty": 6, "held_out": 0}
+    assert len(manifest["shards"]["train"]) > 5
+    total = (
+        manifest["totals"]["train"]["text_bytes"] + manifest["totals"]["validation"]["text_bytes"]
+    )
+    assert total == sum(len(text.encode()) for text in texts)
+    assert updates[-1].source_bytes == work.source_bytes
+    copied = Tokenizer.load(tmp_path / "out")
+    assert copied.sha256 == tokenizer.sha256 == manifest["tokenizer"]["sha256"]
+
+
+def test_on_the_fly_gives_the_same_documents(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer
+) -> None:
+    work = work_on(source, tokenizer)
+    prepare(work, tmp_path / "out")
+    for split in ("train", "validation"):
+        memory = tokenise(work, split)  # type: ignore[arg-type]
+        here = [memory.tokens(number).tolist() for number in range(len(memory.lengths))]
+        assert here == documents_of(tmp_path / "out", split)
+    with pytest.raises(ConfigError, match=r"more than 100 tokens.*parcae data prepare"):
+        tokenise(work, "train", limit_tokens=100)
+    with pytest.raises(ConfigError, match="no document for validation"):
+        tokenise(work_on(source, tokenizer, validation_fraction=0.0), "validation")
+
+
+def test_splits_never_share_a_text_and_do_not_move(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    write_source(source / "c.jsonl.gz", texts[:50])  # duplicates
+    prepare(work_on(source, tokenizer), tmp_path / "one")
+    write_source(source / "0-new.jsonl.gz", [f"{text} and news" for text in texts if text])
+    prepare(work_on(source, tokenizer), tmp_path / "two")
+    train_one, held_one, train_two, held_two = (
+        {tuple(document) for document in documents_of(tmp_path / name, split)}
+        for name in ("one", "two")
+        for split in ("train", "validation")
+    )
+    assert not train_two & held_two
+    assert train_one < train_two
+    assert held_one < held_two
+
+
+def test_validation_files_are_held_out_wherever_else_they_stand(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    held_out = [text for text in texts[190:210] if text] + ["only in validation"]
+    valid = write_source(tmp_path / "valid.jsonl.gz", held_out)
+    work = work_on(source, tokenizer, validation_files=find_files([valid]))
+    manifest = prepare(work, tmp_path / "out")
+    expected = [[0, *tokenizer.encode(text)] for text in held_out]
+    assert documents_of(tmp_path / "out", "validation") == expected
+    rest = [[0, *tokenizer.encode(text)] for text in texts if text and text not in held_out]
+    assert documents_of(tmp_path / "out", "train") == rest
+    dropped = len([text for text in texts if text in held_out])
+    assert manifest["skipped"] == {"empty": 6, "held_out": dropped}
+
+
+class Stopped(BaseException):
+    """As near to a kill as one process gets: nobody catches it."""
+
+
+@pytest.mark.parametrize("explicit_validation", [False, True])
+def test_stopped_at_every_write_it_goes_on(
+    tmp_path: Path,
+    source: Path,
+    tokenizer: Tokenizer,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    explicit_validation: bool,
+) -> None:
+    settings: dict[str, object] = {}
+    if explicit_validation:
+        valid = write_source(tmp_path / "valid.jsonl.gz", texts[100:160])
+        settings["validation_files"] = find_files([valid])
+    work = work_on(source, tokenizer, **settings)
+    prepare(work, tmp_path / "whole")
+    expected = contents(tmp_path / "whole")
+    original = module.write_json
+    for record_first in (False, True):  # stopped just before, and just after, a part is recorded
+        folder = tmp_path / f"stopped-{record_first}"
+        stops = 0
+        while True:
+            stop = stop_at(1 if record_first else 2, record_first, original)
+            monkeypatch.setattr(module, "write_json", stop)
+            try:
+                prepare(work, folder)
+                break
+            except Stopped:
+                stops += 1
+                assert stops < 100
+        monkeypatch.setattr(module, "write_json", original)
+        assert stops >= (len(json.loads(expected["manifest.json"])["shards"]["train"]) - 1)
+        assert contents(folder) == expected
+
+
+def stop_at(
+    write: int, record_first: bool, original: Callable[[Path, Any], None]
+) -> Callable[[Path, Any], None]:
+    """`write_json` that stops the run at a write of the progress."""
+    seen = 0
+
+    def stop(path: Path, value: Any) -> None:
+        nonlocal seen
+        seen += path.name == "progress.json" and bool(value["parts"])
+        if seen == write and not record_first:
+            raise Stopped
+        original(path, value)
+        if seen == write:
+            raise Stopped
+
+    return stop
+
+
+KILLED = """
+    import sys
+    from parcae.data.corpus import find_files
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import prepare
+    from parcae.data.tokenizer import Tokenizer
+    from parcae.data import encoding
+    encoding.BATCH_CHARACTERS = 20_000
+    source, tokenizer, out = sys.argv[1:]
+    print("ready", flush=True)
+    work = Preparation(find_files([source]), Tokenizer.load(tokenizer), shard_tokens=20_000,
+                       validation_fraction=0.1)
+    prepare(work, out)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_it_goes_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    chance = random.Random(3)
+    words = ["loop", "state", "depth", "prelude", "coda", "norm", "token", "batch", "12", "!"]
+    texts = [" ".join(chance.choices(words, k=400)) + f" {i}" for i in range(700)]
+    source = write_source(tmp_path / "texts.jsonl.gz", texts)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(source)]
+    command.append(str(tmp_path / "tokenizer.json"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, env=environment)
+    folder = tmp_path / "killed"
+    kills = 0
+    while True:
+        process = subprocess.Popen([*command, str(folder)], env=environment, stdout=subprocess.PIPE)
+        assert process.stdout
+        process.stdout.readline()
+        time.sleep(chance.uniform(0.02, 0.2) * 1.1**kills)  # a slow machine gets there too
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        if not (folder / "manifest.json").exists():
+            with pytest.raises(FileError, match="not a finished preparation"):
+                Shards.open(folder)
+        assert kills < 50
+    assert process.returncode == 0
+    assert kills >= 5
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+class SmallDisk:
+    """A stream on a disk that is full after so many bytes, as the kernel would have it."""
+
+    def __init__(self, stream: object, room: list[int]) -> None:
+        self._stream = stream
+        self._room = room
+
+    def write(self, data: memoryview) -> int:
+        if self._room[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self._stream.write(data[: self._room[0]])  # type: ignore[attr-defined]
+        self._room[0] -= written
+        return written
+
+
+def test_a_full_disk_loses_nothing(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = work_on(source, tokenizer)
+    prepare(work, tmp_path / "whole")
+    room = [0]
+    original = ShardWriter.__init__
+
+    def on_small_disk(self: ShardWriter, stream: object, *rest: object) -> None:
+        original(self, SmallDisk(stream, room), *rest)  # type: ignore[arg-type]
+
+    folder = tmp_path / "full"
+    monkeypatch.setattr(ShardWriter, "__init__", on_small_disk)
+    finished = -1
+    for _ in range(50):
+        room[0] = 9000
+        try:
+            prepare(work, folder)
+            break
+        except FileError as error:
+            message = str(error)
+        assert re.search("No space left on device.*run the same command again", message)
+        assert not list(folder.glob(".*.tmp"))
+        parts = len(json.loads((folder / "progress.json").read_text())["parts"])
+        assert parts > finished
+        finished = parts
+    assert finished > 2
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_bad_source_is_named_and_nothing_is_taken_for_finished(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer
+) -> None:
+    bad = source / "c.jsonl"
+    bad.write_text('{"text": "good"}\n{"txt": "bad"}\n')
+    with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*--text-field\.$"):
+        prepare(work_on(source, tokenizer), tmp_path / "out")
+    with pytest.raises(FileError, match="not a finished preparation"):
+        Shards.open(tmp_path / "out")
+
+
+def test_a_folder_belongs_to_one_preparation(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer
+) -> None:
+    first = prepare(work_on(source, tokenizer), tmp_path / "out")
+    assert prepare(work_on(source, tokenizer), tmp_path / "out") == first
+    other = train(["another text"], 270)
+    for work in (
+        work_on(source, tokenizer, shard_tokens=3000),
+        work_on(source, tokenizer, validation_fraction=0.1),
+        work_on(source, other),
+    ):
+        with pytest.raises(FileError, match="holds a preparation of other sources"):
+            prepare(work, tmp_path / "out")
+    write_source(source / "a.jsonl.gz", ["changed"])
+    with pytest.raises(FileError, match="holds a preparation of other sources"):
+        prepare(work_on(source, tokenizer), tmp_path / "out")
+
+
+def test_two_processes_do_not_write_into_one_folder(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer
+) -> None:
+    with exclusive(tmp_path / "out"), pytest.raises(FileError, match="another process"):
+        prepare(work_on(source, tokenizer), tmp_path / "out")
+
+
+def test_sources_without_any_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    source = write_source(tmp_path / "empty.jsonl.gz", ["", ""])
+    with pytest.raises(FileError, match="no text at all"):
+        prepare(work_on(source, tokenizer), tmp_path / "out")
+
+
+def test_settings_are_checked(source: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"validation_fraction: 1\.0 is not a share"):
+        work_on(source, tokenizer, validation_fraction=1.0)
+    with pytest.raises(ConfigError, match="shard_tokens: 0 is not positive"):
+        work_on(source, tokenizer, shard_tokens=0)
+
+
+def test_a_large_vocabulary_takes_32_bits(tmp_path: Path, source: Path) -> None:
+    big = train(["text"], 260)
+    tree = json.loads(big.content)
+    for number in range(len(tree["model"]["vocab"]), 1 << 16 | 1):
+        tree["model"]["vocab"][f"unused-{number}"] = number
+    manifest = prepare(work_on(source, Tokenizer(json.dumps(tree))), tmp_path / "out")
+    assert manifest["dtype"] == "<u4"
+    assert Shards.open(tmp_path / "out").tokens(0).dtype == np.uint32
+
+
+MEASURED = """
+    import resource, sys
+    from parcae.data.corpus import find_files
+    from parcae.data.encoding import Preparation
+    from parcae.data.prepare import prepare
+    from parcae.data.tokenizer import Tokenizer
+    source, tokenizer, out = sys.argv[1:]
+    prepare(Preparation(find_files([source]), Tokenizer.load(tokenizer)), out)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """8 MB in one line of words, and 2 MB in one word, stay far below the promised 1 GiB."""
+    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "giant.txt").write_text("words and more " * 530_000 + "\n" + "x" * 2_000_000)
+    arguments = [str(tmp_path / name) for name in ("giant.txt", "tokenizer.json", "out")]
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURED), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < 700e6

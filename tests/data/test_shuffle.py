@@ -1,0 +1,53 @@
+"""The keyed permutation: a bijection for every size, uniform enough for the smallest."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from parcae.data.shuffle import key, permute
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
+def test_it_is_a_permutation(count, some_key):
+    assert sorted(permute(np.arange(count), count, some_key)) == list(range(count))
+
+
+def test_a_part_is_a_part_of_the_whole():
+    whole = permute(np.arange(1000), 1000, key(1, "a"))
+    assert (permute(np.arange(300, 400), 1000, key(1, "a")) == whole[300:400]).all()
+
+
+def test_hundreds_of_millions_need_no_table():
+    count = 700_000_001
+    sent = permute(np.arange(123_456_789, 123_456_789 + 50_000), count, key(0))
+    assert len(np.unique(sent)) == 50_000
+    assert sent.min() >= 0
+    assert sent.max() < count
+    assert abs(sent.mean() / count - 0.5) < 0.01
+
+
+@pytest.mark.parametrize(("count", "draws"), [(2, 400), (3, 1200), (4, 2000), (5, 3000)])
+def test_small_permutations_are_all_equally_likely(count, draws):
+    seen = Counter(tuple(permute(np.arange(count), count, key(n, "x"))) for n in range(draws))
+    frequencies = [seen[p] for p in itertools.permutations(range(count))]
+    assert chisquare(frequencies).pvalue > 1e-4
+
+
+def test_neighbours_are_torn_apart():
+    """In a random order of n, the mean distance between neighbours is n / 3."""
+    count = 40_000
+    sent = permute(np.arange(count), count, key(3))
+    assert np.abs(np.diff(sent)).mean() == pytest.approx(count / 3, rel=0.02)
+    assert abs(np.corrcoef(np.arange(count), sent)[0, 1]) < 0.03
+
+
+def test_the_order_is_for_ever():
+    """A state stored years ago must mean the same rows: these numbers may never change."""
+    assert key(0, "documents", 1) == 10957797862289021001
+    assert permute(np.arange(10), 10, 42).tolist() == [8, 6, 1, 0, 4, 5, 2, 9, 7, 3]

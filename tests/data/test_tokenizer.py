@@ -1,0 +1,210 @@
+"""The tokenizer: every string comes back, specials stay special, pieces change nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from parcae.config import ConfigError
+from parcae.data.compression import compare
+from parcae.data.corpus import find_files, read_documents
+from parcae.data.readers import Reading
+from parcae.data.tokenizer import SPECIALS, Tokenizer, safe_pieces, train, within_budget
+from parcae.files import FileError
+
+AWKWARD = [
+    "",
+    "\0",
+    "👩‍👩‍👧‍👦 zero-width \u200d\u200b\ufeff joiners",
+    " \n \r\n\t  \n\nx  ",
+    "don't DON'T we'LL ''' 1234567 ٣٤٥ Ⅷ ½",
+    "漢字かな交じり文\u3000全角",
+    "".join(map(chr, range(256))),
+    "<|bos|><|eos|><|pad|> <|bos|>",
+    "Ġ Ċ â",
+]
+
+
+def training_texts() -> list[str]:
+    files = find_files(["builtin"])[:60]
+    return [d.text for d in read_documents(files, Reading())] + AWKWARD
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(training_texts(), 1000)
+
+
+def words(plain: tokenizers.Tokenizer, text: str) -> list[str]:
+    parts = plain.pre_tokenizer.pre_tokenize_str(text)  # type: ignore[union-attr]
+    return [text[start:end] for _, (start, end) in parts]
+
+
+def any_text() -> st.SearchStrategy[str]:
+    lively = st.text(alphabet=" \n\r\t\u3000\x1c\x85aZé'’s1½9.-<|>_漢🙂\u0301\u200d", max_size=80)
+    return st.one_of(st.text(st.characters(exclude_categories=["Cs"])), lively)
+
+
+@settings(max_examples=500, deadline=None)
+@given(text=any_text())
+@example(text="".join(AWKWARD))
+def test_every_string_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not set(ids) & {0, 1, 2}
+    assert tokenizer.bytes_per_token()[ids].sum() == len(text.encode())
+
+
+@settings(max_examples=1000, deadline=None)
+@given(text=any_text(), usual=st.integers(1, 12))
+def test_pieces_give_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, usual: int) -> None:
+    pieces = list(safe_pieces(text, usual, longest=10**9))
+    assert "".join(pieces) == text
+    plain = tokenizers.Tokenizer.from_str(tokenizer.content)
+    plain.encode_special_tokens = True
+    assert [word for piece in pieces for word in words(plain, piece)] == words(plain, text)
+    together = [number for piece in pieces for number in plain.encode(piece).ids]
+    assert together == plain.encode(text).ids
+
+
+def test_long_real_text_in_pieces_gives_the_ids_of_the_whole(tokenizer: Tokenizer) -> None:
+    text = "".join(training_texts())
+    assert len(list(safe_pieces(text))) > 20
+    plain = tokenizers.Tokenizer.from_str(tokenizer.content)
+    plain.encode_special_tokens = True
+    assert tokenizer.encode(text) == plain.encode(text).ids
+
+
+def test_a_run_without_a_safe_place_is_cut_and_comes_back(tokenizer: Tokenizer) -> None:
+    text = "x" * 300_000
+    pieces = list(safe_pieces(text))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 131_072
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_specials_have_fixed_ids_and_only_on_demand(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    text = "a<|bos|>b <|eos|>\n<|pad|>"
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    for current in (tokenizer, Tokenizer.load(path)):
+        assert current.bos == 0
+        assert not set(current.encode(text)) & {0, 1, 2}
+        assert [n for n in current.encode(text, allow_special=True) if n < 3] == [0, 1, 2]
+        (document,) = current.encode_documents([text])
+        assert document.tolist() == [0, *current.encode(text)]
+        assert current.decode(current.encode(text, allow_special=True)) == text
+    # what others do with the file: they find the specials unless told otherwise
+    plain = tokenizers.Tokenizer.from_file(str(path))
+    assert [plain.token_to_id(name) for name in SPECIALS] == [0, 1, 2]
+    assert [n for n in plain.encode(text).ids if n < 3] == [0, 1, 2]
+    plain.encode_special_tokens = True
+    assert plain.encode(text).ids == tokenizer.encode(text)
+    assert plain.encode_batch([text])[0].ids == tokenizer.encode(text)
+
+
+def test_transformers_reads_the_same_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    for text in AWKWARD:
+        assert fast.encode(text, split_special_tokens=True) == tokenizer.encode(text)
+        assert fast.encode(text) == tokenizer.encode(text, allow_special=True)
+        assert fast.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
+
+
+def test_the_split(tokenizer: Tokenizer) -> None:
+    plain = tokenizers.Tokenizer.from_str(tokenizer.content)
+
+    for expected in (
+        ["Don", "'t", " we", "'LL", " it", "’s"],
+        ["in", " ", "12", "34", "56", "7", " and", " ", "5"],
+        ["say", ' "', "hi", '"!!\n\n', "next"],
+        ["a", "  ", " b", "\n\n", " ", " c", "  "],
+        ["x", ".y", "\t", "(z", ")"],
+    ):
+        assert words(plain, "".join(expected)) == expected
+
+
+def test_training_twice_gives_the_same_file(tokenizer: Tokenizer) -> None:
+    """In another process too, where hash seeds differ."""
+    code = (
+        "import hashlib, sys; sys.path[:0] = sys.argv[1:];"
+        "from test_tokenizer import train, training_texts;"
+        "print(hashlib.sha256(train(training_texts(), 1000).content.encode()).hexdigest())"
+    )
+    folders = [str(Path(__file__).parent), *sys.path]
+    other = subprocess.run(
+        [sys.executable, "-c", code, *folders], capture_output=True, text=True, check=True
+    )
+    assert other.stdout.strip() == hashlib.sha256(tokenizer.content.encode()).hexdigest()
+
+
+def test_the_hash_is_of_the_content(tokenizer: Tokenizer) -> None:
+    tree = json.loads(tokenizer.content)
+    assert Tokenizer(json.dumps(tree)).sha256 == tokenizer.sha256
+    tree["model"]["merges"][:2] = tree["model"]["merges"][1::-1]
+    assert Tokenizer(json.dumps(tree)).sha256 != tokenizer.sha256
+
+
+def test_bytes_per_token(tokenizer: Tokenizer) -> None:
+    table = tokenizer.bytes_per_token()
+    assert table.shape == (tokenizer.vocab_size,) == (1000,)
+    assert table[:3].tolist() == [0, 0, 0]
+    assert (np.sort(table[3:259]) == 1).all()
+    assert table[3:].min() == 1
+
+
+def test_sizes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_dtype == np.dtype("<u2")
+    assert train(["abc"], 259).vocab_size == 259
+    assert train(["ab"], 5000).vocab_size == 260  # there is nothing more to merge
+    with pytest.raises(ConfigError, match="size: 258 has no room"):
+        train(["abc"], 258)
+    with pytest.raises(ConfigError, match="training texts are empty"):
+        train(["", ""], 300)
+
+
+def test_budget() -> None:
+    texts = ["aaaa", "bbbb", "cccc"]
+    assert list(within_budget(texts, 100, 0)) == texts
+    assert list(within_budget(texts, 100, 3)) == ["aaa", "bbb", "ccc"]
+    assert list(within_budget(texts, 5, 3)) == ["aaa", "bb"]
+    assert list(within_budget(texts, 4, 0)) == ["aaaa"]
+
+
+def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no such tokenizer"):
+        Tokenizer.load(tmp_path / "missing.json")
+    (tmp_path / "bad.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(FileError, match="not a tokenizer"):
+        Tokenizer.load(tmp_path / "bad.json")
+
+
+def test_gpt2_layout_and_comparison(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A folder with GPT-2's two files, here with our own small vocabulary in them."""
+    model = json.loads(tokenizer.content)["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) for pair in model["merges"])
+    (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+    other = Tokenizer.load(tmp_path)
+    text = "The same letters, split another way: 12345\n\n"
+    assert other.decode(other.encode(text)) == text
+    (tmp_path / "t.txt").write_text(text)
+    (tmp_path / "u.txt").write_text("more")
+    sources = [(name, find_files([tmp_path / name])) for name in ("t.txt", "u.txt")]
+    rows = compare([tokenizer, other], sources, Reading())
+    assert [row.source for row in rows] == ["t.txt", "u.txt", "all"]
+    assert rows[0].tokens == (len(tokenizer.encode(text)), len(other.encode(text)))
+    assert rows[2].text_bytes == len(text) + 4
+    assert rows[2].tokens[0] == rows[0].tokens[0] + rows[1].tokens[0]
