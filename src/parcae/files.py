@@ -33,6 +33,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             os.fsync(stream.fileno())
         temporary.replace(path)
         _flush_folder(path.parent)
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(f"{path}: could not be written ({error.strerror or error}).") from error
     finally:

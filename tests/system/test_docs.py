@@ -16,34 +16,28 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list:
-    found = []
-    for page in PAGES:
-        for number, (kind, body) in enumerate(BLOCK.findall(page.read_text())):
-            if kind == language:
-                found.append(pytest.param(body, id=f"{page.name}-{number}"))
+def steps(page: Path) -> list[list[str]]:
+    """The page's Python blocks and `parcae` commands, in order. Blocks of other kinds are not run:
+    `console` is for what takes long, and `make` and `git` lines are other tests' business."""
+    found: list[list[str]] = []
+    for kind, body in BLOCK.findall(page.read_text()):
+        if kind == "python":
+            found.append([sys.executable, "-c", body])
+        elif kind == "bash":
+            lines = body.replace("\\\n", " ").splitlines()
+            wanted = (line for line in lines if line.startswith("parcae "))
+            found += [[sys.executable, "-m", *shlex.split(line, comments=True)] for line in wanted]
     return found
 
 
-def commands() -> list[str]:
-    lines = [line for block in blocks("bash") for line in block.values[0].splitlines()]
-    return sorted({line.split("#")[0].strip() for line in lines if line.startswith("parcae ")})
-
-
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_blocks(code, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands(command):
-    arguments = [sys.executable, "-m", *shlex.split(command)]
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in PAGES if steps(p)], ids=lambda page: page.name)
+def test_everything_shown_runs(page, tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     environment = {**os.environ, "COLUMNS": "100"}
-    result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+    for step in steps(page):
+        result = subprocess.run(step, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, f"{step[1:]}\n{result.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
