@@ -1,35 +1,10 @@
-"""Timing on a noisy machine: interleave the candidates, compare minima and medians in one run."""
+"""What benchmarks measure themselves against."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Mapping
 
 import torch
-
-
-def interleaved(
-    candidates: Mapping[str, Callable[[], object]], repetitions: int
-) -> dict[str, list[float]]:
-    """Seconds per run, A B A B ...; one round to warm up is not counted."""
-    for run in candidates.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(repetitions):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def minimum(times: list[float]) -> float:
-    return min(times)
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
 
 
 class GemmRate:

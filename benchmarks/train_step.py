@@ -2,7 +2,8 @@
 
     python benchmarks/train_step.py [--repetitions 5] [--no-compile] [--out result.json]
 
-Both do forward, backward and a fused AdamW step on the same weights, tokens and depths. The plain
+All do forward, backward and a fused AdamW step on the same weights, tokens and depths, each in a
+process of its own, taking turns. The plain
 version (benchmarks/plain.py, eager) loops every row to the batch's maximum, computes B e and the
 value embeddings in every loop, and sees all logits at once. Ours runs as a user would run it,
 compiled; eager is printed too, with what each of its parts contributes. The peak memory is taken
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -26,7 +30,8 @@ from torch import Tensor
 
 import parcae
 import plain
-from measure import GemmRate, interleaved, median, minimum
+from measure import GemmRate
+from parcae.cpu import keep_freed_memory
 from parcae.model import flops
 from parcae.model.depth import Depths, sample
 from parcae.model.looped import LoopedModel
@@ -83,27 +88,70 @@ def draws(config: parcae.ModelConfig) -> list[Depths]:
     raise RuntimeError("no typical draws were found")
 
 
+CANDIDATES = {
+    # name: (method of Step, compiled, freed memory is kept)
+    "plain": ("plain", False, False),
+    "plain, freed memory kept": ("plain", False, True),
+    "ours, eager": ("ours", False, True),
+    "  looping every row to the maximum": ("every_row_to_the_maximum", False, True),
+    "  with all logits at once": ("all_logits", False, True),
+    "  without keeping freed memory": ("ours", False, False),
+    "ours, compiled": ("ours", True, True),
+}
+
+
+def serve(name: str, pipe: Connection) -> None:
+    """A process of its own for each candidate, so that no heap disturbs another."""
+    method, compiled, keep = CANDIDATES[name]
+    if keep:
+        keep_freed_memory()
+    config = parcae.preset(PRESET)
+    step = getattr(Step(config.vocab_size, compiled=compiled), method)
+    found = draws(config)
+    while (draw := pipe.recv()) is not None:
+        start = time.perf_counter()
+        step(found[draw])
+        pipe.send(time.perf_counter() - start)
+
+
+class Candidate:
+    def __init__(self, name: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, theirs), daemon=True)
+        self.process.start()
+
+    def step(self, draw: int) -> float:
+        """Seconds of one training step on one draw of depths."""
+        self.pipe.send(draw)
+        return self.pipe.recv()
+
+    def stop(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
+
 def time_steps(repetitions: int, compiled: bool) -> dict:
     config = parcae.preset(PRESET)
-    vocab = config.vocab_size
-    candidates: dict[str, Callable[[Depths], None]] = {
-        "plain": Step(vocab).plain,
-        "ours, eager": Step(vocab).ours,
-        "  looping every row to the maximum": Step(vocab).every_row_to_the_maximum,
-        "  with all logits at once": Step(vocab).all_logits,
-    }
-    if compiled:
-        candidates["ours, compiled"] = Step(vocab, compiled=True).ours
+    names = [name for name in CANDIDATES if compiled or "compiled" not in name]
+    candidates = {name: Candidate(name) for name in names}
     gemm = GemmRate()
-    totals = {name: {"minimum": 0.0, "median": 0.0} for name in candidates}
+    totals = {name: {"minimum": 0.0, "median": 0.0} for name in names}
     work = 0.0
-    for depths in draws(config):
-        runs = {name: (lambda f=f, d=depths: f(d)) for name, f in candidates.items()}
-        seconds = interleaved({**runs, "gemm": gemm.sample}, repetitions)
+    for draw, depths in enumerate(draws(config)):
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for repetition in range(repetitions + 1):
+            for name, candidate in candidates.items():
+                taken = candidate.step(draw)
+                if repetition:  # the first warms up, and compiles
+                    seconds[name].append(taken)
+            gemm.sample()
         work += flops.executed(config, depths, LENGTH)
         for name, total in totals.items():
-            total["minimum"] += minimum(seconds[name])
-            total["median"] += median(seconds[name])
+            total["minimum"] += min(seconds[name])
+            total["median"] += statistics.median(seconds[name])
+    for candidate in candidates.values():
+        candidate.stop()
     tokens = DRAWS * ROWS * LENGTH
     for total in totals.values():
         total["tokens_per_second"] = tokens / total["minimum"]
@@ -122,6 +170,8 @@ def peak_memory(name: str) -> float:
 
 
 def print_own_peak(name: str) -> None:
+    if name != "plain":
+        keep_freed_memory()
     step = Step(MEMORY_VOCABULARY, compiled=name == "ours, compiled")
     for depths in draws(parcae.preset(PRESET))[:2]:
         (step.plain if name == "plain" else step.ours)(depths)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from parcae import console, draw
 from parcae.config import LoopConfig, ModelConfig
+from parcae.cpu import keep_freed_memory
 from parcae.files import write_json
 from parcae.model import create
 from parcae.model.depth import sample_rows
@@ -53,6 +54,7 @@ class Profile:
 
 def first_look(out: Path, steps: int, seed: int) -> Path:
     """Train, measure, draw; returns the picture's path."""
+    keep_freed_memory()
     training, held_out = byte_corpus()
     model = create(CONFIG, seed=seed)
     console.out.print(

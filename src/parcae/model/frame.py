@@ -78,7 +78,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def compile_layers(self, **options: Any) -> None:
-        """Compile the stacks of layers in place, for any number of rows without recompiling."""
+        """Compile the stacks of layers in place; the options are those of `torch.compile`."""
 
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         """The value embeddings of each layer of a stack; looked up once, whatever the loops."""

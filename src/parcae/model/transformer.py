@@ -19,7 +19,7 @@ class Transformer(LanguageModel):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
 
     def compile_layers(self, **options: Any) -> None:
-        self.blocks.compile(**{"dynamic": True, **options})
+        self.blocks.compile(**options)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, depths: int | None = None
