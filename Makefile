@@ -29,7 +29,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 types: $(STAMP)
-	$(BIN)/pyright
+	$(BIN)/pyright --project pyproject.toml
 
 bench: $(STAMP)  ## side-by-side measurements, printed as ratios
 	$(BIN)/python benchmarks/train_step.py
