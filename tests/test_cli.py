@@ -42,6 +42,8 @@ def test_show_applies_flags(capsys, tmp_path):
         (["show", "parcae-1"], "Did you mean parcae-1m"),
         (["show", "parcae-1m", "--model.widht", "3"], "Did you mean width"),
         (["show", "nowhere.toml"], "no such recipe"),
+        (["show", "parcae-1m", "--modle.width", "3"], "Did you mean model"),
+        (["show", "/dev/null/x.toml"], "cannot be read"),
         (["presets", "--model.width", "3"], "no such option"),
         (["demo", "--steps", "0"], "at least 1"),
     ],

@@ -169,6 +169,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     qk_norm: bool = True
     value_embeddings: bool = True
+    value_layers: tuple[int, ...] | None = None
+    """Which layers have one; every second layer, ending with the last, if unset."""
     rope_theta: float = 50_000.0
     tied_embeddings: bool = True
     init: Literal["scaled-zero", "scaled"] = "scaled-zero"
@@ -186,12 +188,19 @@ class ModelConfig:
             self.norm_eps > 0, "model.norm_eps", f"{self.norm_eps} is not positive", "Try 1e-5."
         )
         require(
-            self.rope_theta > 0,
+            0 < self.rope_theta < math.inf,
             "model.rope_theta",
             f"{self.rope_theta} is not positive",
             "Try 50000.",
         )
         _check_heads("", self.block)
+        wrong = [layer for layer in self.value_layers or () if not 0 <= layer < self.layers]
+        require(
+            not wrong,
+            "model.value_layers",
+            f"there is no layer {wrong[:1]}",
+            f"Layers are numbered 0 to {self.layers - 1}, over prelude, core and coda.",
+        )
         if self.architecture == "transformer":
             self._check_transformer()
         else:
@@ -299,8 +308,11 @@ class ModelConfig:
         return self.core_block if looped else self.block
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every second layer, counted so that the last one has a table."""
-        return self.value_embeddings and layer % 2 == (self.layers - 1) % 2
+        if not self.value_embeddings:
+            return False
+        if self.value_layers is not None:
+            return layer in self.value_layers
+        return layer % 2 == (self.layers - 1) % 2
 
 
 def _check_heads(prefix: str, shape: BlockShape) -> None:

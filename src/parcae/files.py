@@ -25,9 +25,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     A killed process leaves the old file, or none; never half of one.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
@@ -38,7 +38,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise FileError(f"{path}: could not be written ({error.strerror or error}).") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -57,6 +58,8 @@ def read_json(path: str | Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileError(f"{path}: no such file.") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: not valid JSON ({error}). Is it truncated?") from None
 

@@ -59,7 +59,8 @@ def plain(config: Any) -> Tree:
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if value is not None:
-            tree[f.name] = plain(value) if dataclasses.is_dataclass(value) else value
+            value = plain(value) if dataclasses.is_dataclass(value) else value
+            tree[f.name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 
@@ -71,6 +72,8 @@ def read_toml(path: str | Path) -> Tree:
         raise ConfigError(f"{path}: no such recipe. Check the path.") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: a folder, not a recipe. Name a .toml file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}). Is it a TOML file?") from None
     except tomllib.TOMLDecodeError as error:
@@ -98,8 +101,19 @@ def parse_flags(arguments: Sequence[str]) -> Tree:
         node = tree
         for table in tables:
             node = node.setdefault(table, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{flag}: {table} was given a value of its own before.")
         node[leaf] = _parse_value(text)
     return tree
+
+
+def check_tables(tree: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse a mistyped table: its keys would be ignored otherwise."""
+    for name, table in tree.items():
+        if name not in known:
+            raise ConfigError(f"{name}: no such table. {suggest(name, known)}")
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{name}: expected a table of settings, got {table!r}.")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -140,8 +154,12 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         if value not in known:
             raise ConfigError(f"{key}: {value!r} is not an option. {suggest(str(value), known)}")
         return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{key}: expected a list, got {value!r}.")
+        return tuple(_convert(typing.get_args(hint)[0], item, key) for item in value)
     if dataclasses.is_dataclass(hint):
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, hint):  # pyright: ignore[reportArgumentType]
             return value
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}: expected a table of settings, got {value!r}.")

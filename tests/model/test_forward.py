@@ -173,4 +173,17 @@ def test_bfloat16_weights_run():
     logits = model(TOKENS, depths=[1, 3], state="zero").logits
     assert logits.dtype == torch.float32
     assert logits.isfinite().all()
-    model(TOKENS, targets=TOKENS, depths=[1, 3]).loss.backward()
+    loss = model(TOKENS, targets=TOKENS, depths=[1, 3], state="zero").loss
+    assert loss.dtype == torch.float32
+    oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+    assert abs(loss - oracle) < 1e-4
+    loss.backward()
+
+
+def test_loss_keeps_its_precision_under_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(TOKENS, depths=2, state="zero").logits
+        loss = model(TOKENS, targets=TOKENS, depths=2, state="zero").loss
+    oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
+    assert logits.dtype == loss.dtype == torch.float32
+    assert abs(loss - oracle) < 1e-4

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import parcae
+import plain
 from parcae.files import FileError
 from parcae.model.release import our_name
 
@@ -131,14 +133,57 @@ def test_a_pickle_that_runs_code_is_refused(shared_data, tmp_path):
         parcae.load(target)
 
 
-def test_gates_without_tables_are_left_out_with_a_warning(shared_data, tmp_path):
+LAYOUTS = [(2, 2, 2), (1, 1, 1), (3, 1, 2), (2, 3, 2), (0, 2, 0), (1, 4, 1)]
+
+
+@pytest.mark.parametrize("layers", LAYOUTS)
+@pytest.mark.parametrize(("mean", "backprop"), [(8, 4), (5, 3)])
+def test_every_placement_of_the_loop(shared_data, tmp_path, layers, mean, backprop):
+    """The release numbers layers differently for tables and gates; what lacks its other half is
+    dead there. Build such a file from the fixture's tensors, and compare with the live parts."""
+    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+    header = json.loads((target / "config.json").read_text())
+    names = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
+    header |= dict(zip(names, layers, strict=True))
+    header |= {"mean_recurrence": mean, "mean_backprop_depth": backprop}
+    (target / "config.json").write_text(json.dumps(header))
+    source = weights_of(target)
+    weights = {k: v for k, v in source.items() if ".0." not in k and ".1." not in k}
+    weights = {k: v for k, v in weights.items() if not k.startswith("value_embeds")}
+    prelude, core, coda = layers
+    numbers = [(f"prelude.{i}", i) for i in range(prelude)]
+    numbers += [(f"core_block.{i}", prelude + i) for i in range(core)]
+    numbers += [(f"coda.{i}", prelude + core * mean + i) for i in range(coda)]
+    live = []
+    for layer, (name, number) in enumerate(numbers):
+        for part in (k for k in source if k.startswith("transformer.prelude.0.")):
+            weights[part.replace("prelude.0", name)] = source[part]
+        has_table = layer % 2 == (sum(layers) - 1) % 2
+        has_gate = number % 2 == (core * backprop - 1) % 2
+        if has_table:
+            weights[f"value_embeds.{layer}.weight"] = source["value_embeds.1.weight"]
+        if has_gate:
+            gate = source["transformer.prelude.1.attn.ve_gate.weight"]
+            weights[f"transformer.{name}.attn.ve_gate.weight"] = gate
+        live += [layer] if has_table and has_gate else []
+    torch.save(weights, target / "pytorch_model.bin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = parcae.load(target)
+    assert [x for x in range(sum(layers)) if model.config.has_value_embedding(x)] == live
+    tokens = torch.arange(12).view(2, 6)
+    depths = parcae.Depths((2, 3), (1, 1))
+    with torch.no_grad():
+        ours = model(tokens, depths=depths).logits
+        oracle = plain.forward(model, tokens, None, depths, torch.zeros(2, 6, 48))
+    assert torch.allclose(ours, oracle, atol=1e-4)
+
+
+def test_readout_and_tables_are_not_optional(shared_data, tmp_path):
     folder = shared_data / "fixtures" / "parcae-tiny"
     target = copy(folder, tmp_path)
-    dead = "transformer.prelude.0.attn.ve_gate.weight"
-    torch.save({**weights_of(folder), dead: torch.ones(3, 32)}, target / "pytorch_model.bin")
-    golden = load_file(folder / "golden.safetensors")
-    with pytest.warns(UserWarning, match=r"prelude\.blocks\.0\.attn\.gate"):
-        model = parcae.load(target)
-    with torch.no_grad():
-        logits = model(golden["input_ids"], depths=4).logits
-    assert (logits - golden["logits_T4"]).abs().max() < 1e-4
+    for gone in ("transformer.C.weight", "value_embeds"):
+        kept = {k: v for k, v in weights_of(folder).items() if not k.startswith(gone)}
+        torch.save(kept, target / "pytorch_model.bin")
+        with pytest.raises(FileError, match="missing"):
+            parcae.load(target)

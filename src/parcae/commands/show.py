@@ -17,16 +17,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
+    from parcae.config import require
     from parcae.model import flops
     from parcae.model.injection import INJECTIONS
     from parcae.presets import model_from_table
-    from parcae.recipe import merge, parse_flags, plain, read_toml, write_toml
+    from parcae.recipe import check_tables, merge, parse_flags, plain, read_toml, write_toml
 
     source = arguments.source
     is_recipe = source.endswith(".toml") or "/" in source
     recipe = read_toml(source) if is_recipe else {"model": {"preset": source}}
     tree = merge(recipe, parse_flags(arguments.settings))
-    config = model_from_table(tree.get("model", {}))
+    check_tables(tree, ["model"])
+    require("model" in tree, "model", f"{source} has no such table", "Start with [model].")
+    config = model_from_table(tree["model"])
 
     console.out.print(write_toml({"model": plain(config)}), markup=False, highlight=False)
     loop, cost = config.loop, flops.token_flops(config)

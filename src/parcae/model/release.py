@@ -95,6 +95,10 @@ def our_name(key: str, kind: str = LOOPED) -> str | None:
 
 def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights of a release folder, under our names."""
+    if header["_class_name"] not in (LOOPED, FIXED):
+        raise FileError(
+            f"config.json: _class_name {header['_class_name']!r}; {LOOPED} and {FIXED} are known."
+        )
     found = _read_tensors(folder)
     weights: dict[str, Tensor] = {}
     unknown = []
@@ -107,8 +111,9 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
     if unknown:
         raise FileError(f"{folder}: keys that no part of the model has: {', '.join(unknown)}.")
     try:
-        config = _translate(header, weights)
-    except (KeyError, TypeError) as error:
+        value_layers = _drop_unused(weights, header)
+        config = _translate(header, weights, value_layers)
+    except (KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{folder / 'config.json'}: missing or malformed key: {error}.") from None
     if config.tied_embeddings:
         head = weights.pop("head.weight", None)
@@ -116,7 +121,6 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
             raise FileError(
                 f"{folder}: tie_embeddings is true, but lm_head.weight differs from wte.weight."
             )
-    _drop_unused_gates(weights, config)
     return config, weights
 
 
@@ -138,10 +142,10 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> ModelConfig:
+def _translate(
+    header: Mapping[str, Any], weights: Mapping[str, Tensor], value_layers: tuple[int, ...]
+) -> ModelConfig:
     kind = header["_class_name"]
-    if kind not in (LOOPED, FIXED):
-        raise FileError(f"config.json: _class_name {kind!r}; {LOOPED} and {FIXED} are known.")
     for key, value in MUST_BE.items():
         if header.get(key, value) != value:
             raise FileError(
@@ -161,7 +165,8 @@ def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Mode
         "mlp": _known("mlp_class_name, nonlin_name", mlp, MLPS),
         "norm_eps": header.get("norm_eps", 1e-5),
         "qk_norm": header.get("qk_norm", False),
-        "value_embeddings": any(name.startswith("value_tables.") for name in weights),
+        "value_embeddings": any("value_tables." in name or ".gate." in name for name in weights),
+        "value_layers": value_layers,
         "rope_theta": float(rope.get("rope_base", 50_000)),
         "tied_embeddings": header.get("tie_embeddings", False),
     }
@@ -187,7 +192,7 @@ def _translate(header: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Mode
         state_kv_heads=heads,
         state_mlp_width=header["recurrent_intermediation_embedding_dimension"],
         injection=_known("injection_type", header["injection_type"], INJECTIONS),
-        readout="coda.readout.weight" in weights,
+        readout=True,
         prelude_norm=header.get("prelude_norm", False),
         loop=LoopConfig(
             mean_loops=header["mean_recurrence"],
@@ -222,20 +227,47 @@ def _known(key: str, value: Any, table: Mapping[Any, Any]) -> Any:
     return table[value]
 
 
-def _drop_unused_gates(weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """The release numbers layers for gates and for tables differently, so that in some shapes a
-    gate has no table to open. It never takes part in a forward there, and has no place here."""
-    stacks = {"prelude.blocks": 0, "loop.core.blocks": config.prelude_layers, "blocks": 0}
-    stacks["coda.blocks"] = config.prelude_layers + config.core_layers
-    unused = []
-    for name in weights:
-        match = re.fullmatch(r"(.+)\.(\d+)\.attn\.gate\.weight", name)
-        if match and f"value_tables.{stacks[match[1]] + int(match[2])}.weight" not in weights:
-            unused.append(name)
-    for name in unused:
-        del weights[name]
-    if unused:
-        warnings.warn(
-            f"left out gates without a value table, which the release never uses: {unused}",
-            stacklevel=4,
-        )
+def _value_layers(header: Mapping[str, Any]) -> tuple[set[int], set[int]]:
+    """The layers for which the release makes a value table, and those for which it makes a gate.
+
+    It numbers layers differently for the two: tables over prelude, core and coda, unlooped; gates
+    with the core unrolled to its mean, against a depth of core layers times backpropagated loops.
+    A value is added where both exist; in some shapes one stands alone, and is never used.
+    """
+    if header["_class_name"] == FIXED:
+        layers = header["n_layer"]
+        both = {layer for layer in range(layers) if layer % 2 == (layers - 1) % 2}
+        return both, both
+    prelude, core = header["n_layers_in_prelude"], header["n_layers_in_recurrent_block"]
+    layers = prelude + core + header["n_layers_in_coda"]
+    skipped = core * (header["mean_recurrence"] - 1)  # the coda's numbers are this much higher
+    parity = (core * header["mean_backprop_depth"] - 1) % 2
+    numbers = {x: x if x < prelude + core else x + skipped for x in range(layers)}
+    tables = {layer for layer in range(layers) if layer % 2 == (layers - 1) % 2}
+    return tables, {layer for layer, number in numbers.items() if number % 2 == parity}
+
+
+def _drop_unused(weights: dict[str, Tensor], header: Mapping[str, Any]) -> tuple[int, ...]:
+    """Leave out tables without a gate and gates without a table; returns the layers with both."""
+    tables, gates = _value_layers(header)
+    unused = [f"value_tables.{layer}.weight" for layer in tables - gates]
+    unused += [_gate_name(layer, header) for layer in gates - tables]
+    found = [name for name in unused if weights.pop(name, None) is not None]
+    if found:
+        warnings.warn(f"left out what the release never uses: {', '.join(found)}", stacklevel=4)
+    return tuple(sorted(tables & gates))
+
+
+def _gate_name(layer: int, header: Mapping[str, Any]) -> str:
+    if header["_class_name"] == FIXED:
+        return f"blocks.{layer}.attn.gate.weight"
+    first = 0
+    for stack, key in (
+        ("prelude.blocks", "n_layers_in_prelude"),
+        ("loop.core.blocks", "n_layers_in_recurrent_block"),
+        ("coda.blocks", "n_layers_in_coda"),
+    ):
+        if layer < first + header[key]:
+            return f"{stack}.{layer - first}.attn.gate.weight"
+        first += header[key]
+    raise ValueError(f"there is no layer {layer}")

@@ -1,7 +1,7 @@
 """Our weights on disk: a folder with `config.json` and `model.safetensors`.
 
 `load` is where reading any checkpoint begins: it looks at the configuration and hands a folder in
-the reference release's format to `release.py`. Nothing from a file is ever unpickled.
+the reference release's format to `release.py`. No code from a file is ever run.
 """
 
 from __future__ import annotations
