@@ -34,6 +34,8 @@ def test_show_applies_flags(capsys, tmp_path):
     assert "mean_loops = 3" in printed
     assert "942,848" in printed
     assert main(["show", "transformer-1m"]) == 0
+    assert main(["show", "--model.context_length", "99", "parcae-1m"]) == 0
+    assert "context_length = 99" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

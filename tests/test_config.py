@@ -67,6 +67,26 @@ def test_impossible_settings(change, key, remedy):
     assert remedy in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ModelConfig(mlp="gelu"),
+        lambda: ModelConfig(norm="post"),
+        lambda: ModelConfig(architecture="transfomer"),
+        lambda: ModelConfig(width="768"),
+        lambda: ModelConfig(readout=1),
+        lambda: LoopConfig(sampler="posson"),
+        lambda: LoopConfig(mean_loops=float("inf")),
+        lambda: LoopConfig(mean_loops=True),
+        lambda: Curriculum(kind="cosine"),
+        lambda: dataclasses.replace(preset("parcae-1m"), injection="diagnoal"),
+    ],
+)
+def test_a_configuration_made_by_hand_is_checked_too(make):
+    with pytest.raises(ConfigError):
+        make()
+
+
 def test_what_poisson_can_draw_is_allowed():
     for settings in (
         {"mean_loops": 8, "backprop_loops": 8},

@@ -33,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments, settings = parser().parse_known_args(argv)
+    words, settings = split_settings(sys.argv[1:] if argv is None else argv)
+    arguments, unknown = parser().parse_known_args(words)
+    settings = [*unknown, *settings]
     takes_settings = getattr(arguments, "takes_settings", False)
     try:
         if settings and not takes_settings:
@@ -52,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take out `--table.key VALUE` and `--table.key=VALUE`, wherever they stand."""
+    rest, settings = [], []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(word)
+            continue
+        settings.append(word)
+        if not equals and queue and not queue[0].startswith("--"):
+            settings.append(queue.pop(0))
+    return rest, settings
 
 
 def _version() -> str:

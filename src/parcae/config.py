@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Architecture = Literal["looped", "transformer"]
 Injection = Literal["diagonal", "concatenation", "addition", "none"]
@@ -29,11 +29,26 @@ def require(condition: bool, key: str, problem: str, remedy: str) -> None:
         raise ConfigError(f"{key}: {problem}. {remedy}")
 
 
+def _check_types(owner: Any, prefix: str) -> None:
+    """Options and plain types, also where a configuration is made by hand."""
+    accepted = {int: (int,), float: (int, float), bool: (bool,), int | None: (int, type(None))}
+    for name, hint in get_type_hints(type(owner)).items():
+        value, key = getattr(owner, name), f"{prefix}{name}"
+        if get_origin(hint) is Literal:
+            remedy = f"Use one of {', '.join(map(repr, get_args(hint)))}."
+            require(value in get_args(hint), key, f"{value!r} is not an option", remedy)
+        elif hint in accepted:
+            fits = isinstance(value, accepted[hint]) and isinstance(value, bool) == (hint is bool)
+            require(fits, key, f"{value!r} has the wrong type", f"It must be {hint}.")
+
+
 def _positive(owner: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value is not None:
-            require(value >= 1, f"{prefix}{name}", f"{value} is not positive", "Use at least 1.")
+            remedy = "Use at least 1."
+            require(math.isfinite(value), f"{prefix}{name}", f"{value} is not finite", remedy)
+            require(value >= 1, f"{prefix}{name}", f"{value} is not positive", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +59,7 @@ class Curriculum:
     steps: int = 1000
 
     def __post_init__(self) -> None:
+        _check_types(self, "model.loop.curriculum.")
         _positive(self, "model.loop.curriculum.", "steps")
 
     def fraction(self, step: int) -> float:
@@ -66,6 +82,7 @@ class LoopConfig:
     curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self, "model.loop.")
         _positive(self, "model.loop.", "mean_loops", "backprop_loops")
         if self.sampler == "fixed":
             require(
@@ -178,6 +195,7 @@ class ModelConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self, "model.")
         _positive(self, "model.", "vocab_size", "context_length", "width", "heads", "kv_heads")
         _positive(self, "model.", "mlp_width", "state_width", "state_heads", "state_kv_heads")
         _positive(self, "model.", "state_mlp_width")

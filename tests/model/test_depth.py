@@ -164,4 +164,5 @@ def test_depths_that_cannot_be_meant_are_errors(value, error):
 def test_depths_in_every_accepted_form(value):
     depths = as_depths(value, 2, LoopConfig(mean_loops=8))
     assert depths == Depths((5, 5), (4, 4))
-    assert as_depths(np.int64(5), 2, LoopConfig()) == depths
+    for numpys in (np.int64(5), np.array([5, 5])):
+        assert as_depths(numpys, 2, LoopConfig()) == depths

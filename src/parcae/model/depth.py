@@ -126,7 +126,8 @@ def _loop_counts(value: object, rows: int) -> list[int]:
             raise TypeError(f"depths: whole numbers are needed, not {value.dtype}.")
         if value.ndim > 1:
             raise ValueError(f"depths: one per sequence is needed, not shape {[*value.shape]}.")
-        value = value.tolist()
+    if hasattr(value, "tolist"):  # tensors and numpy's arrays and numbers
+        value = value.tolist()  # pyright: ignore[reportAttributeAccessIssue]
     if _is_whole(value):
         return [operator.index(value)] * rows  # pyright: ignore[reportArgumentType]
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

@@ -6,8 +6,9 @@ Nothing is kept on a module between two calls; what a forward knows, it returns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, rope_table
-from parcae.model.depth import Depths
+from parcae.model.depth import Depths, as_depths, sample
 
 LOSS_CHUNK = 512
 """Positions whose logits exist at a time while a loss is computed: faster than all, and lean."""
 IGNORED_TARGET = -100
+
+DepthRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,8 @@ class LanguageModel(nn.Module, ABC):
         return rope_table(length, head_dim, self.config.rope_theta, self.device)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Predictions from the last layer's output, normed; float32 whatever the weights are."""
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.unembedding.float())
+        """Predictions from the last layer's output, normed."""
+        return F.linear(x, self.unembedding).float()
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, a few hundred positions at a time, so all logits never exist at once.
@@ -108,6 +110,21 @@ class LanguageModel(nn.Module, ABC):
                 ignore_index=IGNORED_TARGET,
                 options=options,
             )
+
+    def depths(
+        self, depths: DepthRequest, rows: int, generator: torch.Generator | None = None
+    ) -> Depths:
+        """What a caller asks for, worked out: the mean, numbers, or a draw from the generator."""
+        loop = self.config.loop
+        if depths is None:
+            depths = loop.nominal_loops
+        if isinstance(depths, str):
+            if depths != "sample":
+                raise ValueError(f'depths: {depths!r}. Give numbers, or "sample" to draw them.')
+            source = generator or torch.default_generator
+            seed = torch.randint(1 << 62, (), generator=source, device=source.device)
+            return sample(loop, rows, torch.Generator().manual_seed(int(seed)))
+        return as_depths(depths, rows, loop)
 
     def check(self, tokens: Tensor, targets: Tensor | None) -> None:
         """Refuse what would fail later, or worse, would not."""
@@ -126,10 +143,15 @@ class LanguageModel(nn.Module, ABC):
             )
         _check_ids("tokens", tokens, vocab, ignored=None)
         if targets is not None:
-            if targets.shape != tokens.shape or targets.is_floating_point():
+            integers = isinstance(targets, Tensor) and targets.dtype in (torch.int32, torch.int64)
+            if not integers or targets.shape != tokens.shape:
+                kind = (
+                    f"{targets.dtype} {[*targets.shape]}"
+                    if isinstance(targets, Tensor)
+                    else targets
+                )
                 raise ValueError(
-                    f"targets: {targets.dtype} {[*targets.shape]}; "
-                    f"they must be integers shaped like tokens, {[*tokens.shape]}."
+                    f"targets: {kind}; they must be integers shaped like tokens, {[*tokens.shape]}."
                 )
             _check_ids("targets", targets, vocab, ignored=IGNORED_TARGET)
 

@@ -103,8 +103,8 @@ def _init_block(block: Block, config: ModelConfig, generator: torch.Generator) -
         if config.init == "scaled-zero":
             nn.init.zeros_(out.weight)
         else:
-            looped = config.prelude_layers + config.coda_layers
-            depth = looped + config.core_layers * config.loop.mean_loops
+            once = config.prelude_layers + config.coda_layers
+            depth = once + config.core_layers * config.loop.mean_loops
             std = projection_std(width) / math.sqrt(2 * depth)
             nn.init.normal_(out.weight, std=std, generator=generator)
     if attn.gate is not None:

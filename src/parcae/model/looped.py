@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, Stack, Values
-from parcae.model.depth import Depths, Schedule, as_depths, sample
-from parcae.model.frame import LanguageModel, Output, Trajectory
+from parcae.model.depth import Depths, Schedule
+from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
 from parcae.model.init import draw_state
 from parcae.model.injection import build_injection
 
@@ -94,10 +94,14 @@ class Loop(nn.Module):
         inputs = LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
         if not torch.is_grad_enabled():
             return self._run(h, schedule.all_loops, inputs, recorder)
-        with torch.no_grad():
-            h = self._run(h, schedule.free, inputs.detach(), recorder)
-        if not h.requires_grad:  # the first loop with gradient is then traced like the others
-            h = h.detach().requires_grad_()
+        if schedule.free:
+            looping, waiting = _cut(h, schedule.free[0])
+            with torch.no_grad():
+                given = inputs.first(len(looping)).detach()
+                looping = self._run(looping, schedule.free, given, recorder)
+            h = torch.cat((looping, waiting))
+        if inputs.drive.requires_grad and not h.requires_grad:
+            h.requires_grad_()  # the first loop with gradient is then traced like the others
         return self._run(h, schedule.carried, inputs, recorder)
 
     def _run(
@@ -200,7 +204,7 @@ class LoopedModel(LanguageModel):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        depths: int | Sequence[int] | Tensor | Depths | Literal["sample"] | None = None,
+        depths: DepthRequest = None,
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
         trajectory: bool | Collection[Record] = False,
@@ -215,7 +219,7 @@ class LoopedModel(LanguageModel):
         `trajectory`: True, or some of "states", "residuals", "logits", to see every loop.
         """
         self.check(tokens, targets)
-        wanted = self._depths(depths, len(tokens), generator)
+        wanted = self.depths(depths, len(tokens), generator)
         schedule = Schedule.of(wanted)
         h = self._initial_state(state, tokens.shape, generator)
         order = None if schedule.is_sorted else torch.tensor(schedule.order, device=tokens.device)
@@ -256,18 +260,6 @@ class LoopedModel(LanguageModel):
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
         return self.coda(h, rope, self.values(tokens, first_layer, self.config.coda_layers))
 
-    def _depths(self, depths: Any, rows: int, generator: torch.Generator | None) -> Depths:
-        loop = self.config.loop
-        if depths is None:
-            depths = loop.nominal_loops
-        if isinstance(depths, str):
-            if depths != "sample":
-                raise ValueError(f'depths: {depths!r}. Give numbers, or "sample" to draw them.')
-            source = generator or torch.default_generator
-            seed = torch.randint(1 << 62, (), generator=source, device=source.device)
-            return sample(loop, rows, torch.Generator().manual_seed(int(seed)))
-        return as_depths(depths, rows, loop)
-
     def _initial_state(
         self, state: Any, shape: torch.Size, generator: torch.Generator | None
     ) -> Tensor:
@@ -300,7 +292,10 @@ class LoopedModel(LanguageModel):
 
 
 def _records(trajectory: bool | Collection[Record]) -> set[Record]:
-    wanted = set(RECORDS if trajectory is True else trajectory or ())
+    if isinstance(trajectory, str):
+        wanted = {trajectory}
+    else:
+        wanted = set(RECORDS if trajectory is True else trajectory or ())
     if unknown := wanted - set(RECORDS):
         raise ValueError(f"trajectory: {sorted(unknown)}. Known: {', '.join(RECORDS)}.")
     return cast("set[Record]", wanted)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Stack
-from parcae.model.depth import Depths
-from parcae.model.frame import LanguageModel, Output
+from parcae.model.frame import DepthRequest, LanguageModel, Output
 
 
 class Transformer(LanguageModel):
@@ -22,16 +22,21 @@ class Transformer(LanguageModel):
         self.blocks.compile(**options)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, depths: int | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        depths: DepthRequest = None,
+        generator: torch.Generator | None = None,
     ) -> Output:
+        """As of a looped model, so that callers need not ask which they hold; depths are all 1."""
         self.check(tokens, targets)
-        if depths not in (None, 1):
+        ran = self.depths(depths, len(tokens), generator)
+        if set(ran.loops) != {1}:
             raise ValueError(f"depths: {depths}. A Transformer has no loop; leave depths out.")
-        rows, length = tokens.shape
-        rope = self.rope(length, self.config.block.head_dim)
+        rope = self.rope(tokens.shape[1], self.config.block.head_dim)
         values = self.values(tokens, 0, self.config.layers)
         x = self.norm(self.blocks(self.embed(tokens), rope, values))
-        ran = Depths((1,) * rows, (1,) * rows)
         if targets is not None:
             return Output(logits=None, loss=self.loss(x, targets), depths=ran)
         return Output(logits=self.logits(x), loss=None, depths=ran)
