@@ -161,6 +161,25 @@ def time_steps(repetitions: int, compiled: bool) -> dict:
     return {"gemm_gflops": gemm.best / 1e9, "candidates": totals}
 
 
+def profile(compiled: bool) -> dict[str, float]:
+    """Shares of a step's time by kind of work, from PyTorch's profiler."""
+    keep_freed_memory()
+    config = parcae.preset(PRESET)
+    step = Step(config.vocab_size, compiled=compiled)
+    depths = draws(config)[0]
+    for _ in range(3):
+        step.ours(depths)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step.ours(depths)
+    shares = dict.fromkeys(("matrix products", "attention", "everything else"), 0.0)
+    for event in profiler.key_averages():
+        is_product = event.key in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
+        kind = "attention" if "scaled_dot_product" in event.key else "everything else"
+        shares["matrix products" if is_product else kind] += event.self_cpu_time_total
+    total = sum(shares.values())
+    return {kind: time_spent / total for kind, time_spent in shares.items()}
+
+
 def peak_memory(name: str) -> float:
     """MiB at the peak of two steps, by a process that does nothing else."""
     environment = {**os.environ, "PARCAE_BENCH_MEMORY": name}
@@ -186,8 +205,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="only say where a step's time goes")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.profile:
+        for kind, share in profile(not arguments.no_compile).items():
+            print(f"{kind:20}{share:6.0%}")
+        return
     result = time_steps(arguments.repetitions, not arguments.no_compile)
     print(f"{PRESET}, {ROWS} rows of {LENGTH}, mean depth {MEAN_LOOPS}, {DRAWS} draws of depths")
     print(f"best matrix products: {result['gemm_gflops']:.0f} GFLOP/s")

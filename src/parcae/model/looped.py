@@ -44,7 +44,7 @@ class LoopInputs(NamedTuple):
 
     def let_rows_vary(self, h: Tensor) -> None:
         """Tell the compiler that the number of rows will change, and only that: code that is
-        dynamic in the sequence length too runs a sixth slower."""
+        dynamic in the sequence length too is slower."""
         for x in (h, self.drive, *self.values):
             if x is not None:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
