@@ -29,7 +29,7 @@ def require(condition: bool, key: str, problem: str, remedy: str) -> None:
         raise ConfigError(f"{key}: {problem}. {remedy}")
 
 
-def _check_types(owner: Any, prefix: str) -> None:
+def check_types(owner: Any, prefix: str) -> None:
     """Options and plain types, also where a configuration is made by hand."""
     accepted = {int: (int,), float: (int, float), bool: (bool,), int | None: (int, type(None))}
     for name, hint in get_type_hints(type(owner)).items():
@@ -42,7 +42,7 @@ def _check_types(owner: Any, prefix: str) -> None:
             require(fits, key, f"{value!r} has the wrong type", f"It must be {hint}.")
 
 
-def _positive(owner: object, prefix: str, *names: str) -> None:
+def check_positive(owner: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if value is not None:
@@ -59,8 +59,8 @@ class Curriculum:
     steps: int = 1000
 
     def __post_init__(self) -> None:
-        _check_types(self, "model.loop.curriculum.")
-        _positive(self, "model.loop.curriculum.", "steps")
+        check_types(self, "model.loop.curriculum.")
+        check_positive(self, "model.loop.curriculum.", "steps")
 
     def fraction(self, step: int) -> float:
         """Share of the final mean in force at `step`: 0 at the start, 1 from `steps` on."""
@@ -82,8 +82,8 @@ class LoopConfig:
     curriculum: Curriculum | None = None
 
     def __post_init__(self) -> None:
-        _check_types(self, "model.loop.")
-        _positive(self, "model.loop.", "mean_loops", "backprop_loops")
+        check_types(self, "model.loop.")
+        check_positive(self, "model.loop.", "mean_loops", "backprop_loops")
         if self.sampler == "fixed":
             require(
                 float(self.mean_loops).is_integer(),
@@ -195,10 +195,10 @@ class ModelConfig:
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
-        _check_types(self, "model.")
-        _positive(self, "model.", "vocab_size", "context_length", "width", "heads", "kv_heads")
-        _positive(self, "model.", "mlp_width", "state_width", "state_heads", "state_kv_heads")
-        _positive(self, "model.", "state_mlp_width")
+        check_types(self, "model.")
+        check_positive(self, "model.", "vocab_size", "context_length", "width", "heads", "kv_heads")
+        check_positive(self, "model.", "mlp_width", "state_width", "state_heads", "state_kv_heads")
+        check_positive(self, "model.", "state_mlp_width")
         for name in ("prelude_layers", "coda_layers"):
             value = getattr(self, name)
             require(value >= 0, f"model.{name}", f"{value} is negative", "Use 0 or more.")

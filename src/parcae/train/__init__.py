@@ -1,0 +1,1 @@
+"""Training: recipe, optimisers, the loop, checkpoints, telemetry, many devices."""
