@@ -29,10 +29,9 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
+        flush(temporary)
         temporary.replace(path)
-        _flush_folder(path.parent)
+        flush(path.parent)
     except FileError:
         raise
     except OSError as error:
@@ -97,8 +96,9 @@ def _read_owner(stream: IO[str]) -> str:
     return f" ({owner})" if owner else ""
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """A file's content, or a folder's list of names, is on the disk afterwards."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, rope_table
@@ -20,6 +21,8 @@ from parcae.model.depth import Depths, as_depths, sample
 
 LOSS_CHUNK = 512
 """Positions whose logits exist at a time while a loss is computed: faster than all, and lean."""
+MIXED_LOSS_CHUNK = 8192
+"""The same on an accelerator, which wants larger products."""
 IGNORED_TARGET = -100
 
 DepthRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
@@ -83,6 +86,15 @@ class LanguageModel(nn.Module, ABC):
     def compile_layers(self, **options: Any) -> None:
         """Compile the stacks of layers in place; the options are those of `torch.compile`."""
 
+    @abstractmethod
+    def checkpoint_loops(self) -> None:
+        """From now on keep only the state between loops for the backward; less memory, slower."""
+
+    @abstractmethod
+    def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
+        """What chance decides in training, for the given global rows of an optimiser step, as
+        arguments of `forward`: a function of (seed, step, row), whoever holds the rows."""
+
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         """The value embeddings of each layer of a stack; looked up once, whatever the loops."""
         keys = (str(first_layer + i) for i in range(layers))
@@ -98,18 +110,29 @@ class LanguageModel(nn.Module, ABC):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, a few hundred positions at a time, so all logits never exist at once.
 
-        In float32 like the logits, also under autocast: rounded to bfloat16, losses near 8 would
-        lie on a grid of 0.03.
+        In float32 like the logits. Under autocast only the head's product is in bfloat16: a loss
+        near 8 rounded to it would lie on a grid of 0.03.
         """
+        if torch.is_autocast_enabled(x.device.type):
+            return self._mixed_precision_loss(x.flatten(0, 1), targets.flatten().long())
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_CHUNK)
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear_cross_entropy(
-                x.flatten(0, 1).float(),
-                self.unembedding.float(),
-                targets.flatten().long(),
-                ignore_index=IGNORED_TARGET,
-                options=options,
-            )
+        return F.linear_cross_entropy(
+            x.flatten(0, 1).float(),
+            self.unembedding.float(),
+            targets.flatten().long(),
+            ignore_index=IGNORED_TARGET,
+            options=options,
+        )
+
+    def _mixed_precision_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        def chunk_loss(x: Tensor, targets: Tensor) -> Tensor:
+            logits = F.linear(x, self.unembedding).float()
+            return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED_TARGET)
+
+        size = MIXED_LOSS_CHUNK
+        pairs = zip(x.split(size), targets.split(size), strict=True)
+        losses = [checkpoint(chunk_loss, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(losses).sum() / (targets != IGNORED_TARGET).sum()  # type: ignore
 
     def depths(
         self, depths: DepthRequest, rows: int, generator: torch.Generator | None = None

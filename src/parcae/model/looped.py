@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, Stack, Values
-from parcae.model.depth import Depths, Schedule
+from parcae.model.depth import Depths, Schedule, sample_rows
 from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
-from parcae.model.init import draw_state
+from parcae.model.init import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
 
 Record = Literal["states", "residuals", "logits"]
@@ -79,6 +80,8 @@ class Loop(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.core = Core(config)
+        self.checkpointed = False
+        """Keep only the state between loops and compute the rest again in the backward."""
 
     def forward(
         self,
@@ -116,10 +119,18 @@ class Loop(nn.Module):
                 inputs = inputs.first(rows)
             if self.core.is_compiled:
                 inputs.let_rows_vary(h)
-            h = self.core(h, inputs)
+            if self.checkpointed and torch.is_grad_enabled():
+                h = _checkpoint(self.core, h, inputs)
+            else:
+                h = self.core(h, inputs)
             if recorder is not None:
                 recorder.observe(h)
         return torch.cat([h, *reversed(finished)]) if finished else h
+
+
+def _checkpoint(core: Core, h: Tensor, inputs: LoopInputs) -> Tensor:
+    again = checkpoint(core, h, inputs, use_reentrant=False, preserve_rng_state=False)
+    return cast(Tensor, again)
 
 
 def _cut(x: Tensor, rows: int) -> tuple[Tensor, ...]:
@@ -198,6 +209,15 @@ class LoopedModel(LanguageModel):
     def compile_layers(self, **options: Any) -> None:
         for part in (self.prelude, self.loop.core, self.coda):
             part.compile(**options)
+
+    def checkpoint_loops(self) -> None:
+        self.loop.checkpointed = True
+
+    def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
+        return {
+            "depths": sample_rows(self.config.loop, seed, step, rows),
+            "state": draw_state_rows(self.config, seed, step, rows, length, self.device),
+        }
 
     def forward(
         self,

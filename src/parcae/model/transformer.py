@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,12 @@ class Transformer(LanguageModel):
 
     def compile_layers(self, **options: Any) -> None:
         self.blocks.compile(**options)
+
+    def checkpoint_loops(self) -> None:
+        """There is no loop."""
+
+    def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
+        return {}
 
     def forward(
         self,

@@ -1,0 +1,136 @@
+"""From the `[data]` table to rows: shards are opened, other sources are tokenised into the run's
+folder once, so that a resumed run and every process read the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from parcae import console
+from parcae.config import ConfigError, require
+from parcae.data.corpus import find_files, read_documents
+from parcae.data.encoding import Preparation
+from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
+from parcae.data.prepare import prepare
+from parcae.data.readers import Reading
+from parcae.data.shards import MANIFEST, Shards, read_manifest
+from parcae.data.tokenizer import Tokenizer, within_budget
+from parcae.data.tokenizer import train as train_tokenizer
+from parcae.train.settings import Recipe
+
+TOKENIZER_CHARACTERS = 200_000_000
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """What a run reads: folders of shards with their shares, and the tokenizer of all of them."""
+
+    folders: tuple[Path, ...]
+    weights: tuple[float, ...]
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
+        parts = zip(self.folders, self.weights, self.names, strict=True)
+        sources = [Source(Shards.open(f), weight, name) for f, weight, name in parts]
+        config = LoaderConfig(
+            context_length=recipe.model.context_length,
+            global_batch=recipe.data.global_batch,
+            seed=recipe.run.seed,
+            packing=recipe.data.packing,
+            split_long=recipe.data.split_long,
+            prefetch=recipe.data.prefetch,
+        )
+        return Loader(sources, config, rank, world_size)
+
+    def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
+        """At most `validation_rows` held-out rows, shared evenly by the sources that have any."""
+        folders = [f for f in self.folders if _held_out(f)]
+        for place, folder in enumerate(folders):
+            first, last = (
+                recipe.run.validation_rows * p // len(folders) for p in (place, place + 1)
+            )
+            yield from validation_batches(
+                Shards.open(folder, "validation"),
+                recipe.model.context_length,
+                batch_rows,
+                limit=max(1, last - first),
+                packing=recipe.data.packing,
+                split_long=recipe.data.split_long,
+            )
+
+    @property
+    def can_validate(self) -> bool:
+        return any(_held_out(folder) for folder in self.folders)
+
+
+def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = None) -> Corpora:
+    """What the recipe names. The process that can `say` things makes what is not there yet; the
+    others of a run come after it."""
+    sources = recipe.data.sources
+    prepared = {source: Path(source) for source in sources if (Path(source) / MANIFEST).exists()}
+    tokenizer = _tokenizer(recipe, run, prepared, say)
+    require(
+        tokenizer.vocab_size <= recipe.model.vocab_size,
+        "data.tokenizer",
+        f"{tokenizer.vocab_size:,} entries do not fit model.vocab_size {recipe.model.vocab_size:,}",
+        f"Use a smaller tokenizer, or --model.vocab_size {tokenizer.vocab_size}.",
+    )
+    if say is not None:
+        tokenizer.save(run / TOKENIZER_FILE)
+    folders = []
+    for number, source in enumerate(sources):
+        if source in prepared:
+            _check_tokenizer(prepared[source], tokenizer)
+            folders.append(prepared[source])
+        else:
+            folders.append(run / "data" / str(number))
+            if say is not None:
+                _tokenise(source, tokenizer, recipe, folders[-1], say)
+    weights = recipe.data.weights or (1.0,) * len(sources)
+    names = tuple(f"{number}:{Path(source).name}" for number, source in enumerate(sources))
+    return Corpora(tuple(folders), weights, names, tokenizer)
+
+
+def _tokenizer(
+    recipe: Recipe, run: Path, prepared: dict[str, Path], say: Callable[[str], None] | None
+) -> Tokenizer:
+    if recipe.data.tokenizer is not None:
+        return Tokenizer.load(recipe.data.tokenizer)
+    if prepared:
+        return Tokenizer.load(next(iter(prepared.values())))
+    if (run / TOKENIZER_FILE).exists():
+        return Tokenizer.load(run / TOKENIZER_FILE)
+    size = recipe.model.vocab_size
+    assert say is not None, "the first process trains the tokenizer"
+    say(f"Training a tokenizer of {size:,} entries on {', '.join(recipe.data.sources)} ...")
+    files = find_files(recipe.data.sources)
+    texts = (document.text for document in read_documents(files, Reading()))
+    return train_tokenizer(within_budget(texts, TOKENIZER_CHARACTERS, document_cap=0), size)
+
+
+def _tokenise(
+    source: str, tokenizer: Tokenizer, recipe: Recipe, folder: Path, say: Callable[[str], None]
+) -> None:
+    work = Preparation(
+        files=find_files([source]),
+        tokenizer=tokenizer,
+        validation_fraction=recipe.data.validation_fraction,
+    )
+    if not (folder / MANIFEST).exists():
+        say(f"Tokenising {source} ({console.short(work.source_bytes)}B) ...")
+    prepare(work, folder)
+
+
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    if Tokenizer.load(folder).sha256 != tokenizer.sha256:
+        raise ConfigError(
+            f"data.tokenizer: {folder} was prepared with another tokenizer. "
+            "Prepare it again with this one, or leave data.tokenizer out."
+        )
+
+
+def _held_out(folder: Path) -> bool:
+    return read_manifest(folder)["totals"]["validation"]["tokens"] > 0

@@ -1,0 +1,187 @@
+"""One process, several with copies (DDP), or several with shards (FSDP2), behind one interface.
+
+Started by `torchrun` the environment names the rank; without it there is one process. What a row
+gets depends on (seed, step, row) only, so all three train on the same thing.
+
+FSDP2: prelude, loop, coda and the rest are a unit each. The loop is one module whose forward holds
+all loops, and it is not resharded in between: its weights are gathered once per micro-step,
+backward included, and ranks may loop different numbers of times.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from parcae.config import ConfigError, require
+from parcae.model.frame import LanguageModel
+from parcae.model.looped import LoopedModel
+from parcae.train.settings import RunConfig
+
+TIMEOUT = timedelta(minutes=30)
+
+
+class Processes:
+    """A single process; also what the others have in common."""
+
+    rank = 0
+    size = 1
+    sharded = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+        """What the training step calls instead of the model."""
+        return model
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-step: gradients are exchanged in the last one only."""
+        return nullcontext()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Whole weights on every process, for a look at the model outside of its forward."""
+        yield
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        return norm
+
+    def mean(self, value: Tensor) -> Tensor:
+        return value
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def wait(self) -> None:
+        """For all others to come here."""
+
+
+class Several(Processes):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.quiet_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        """For what other threads say to each other while training goes on."""
+
+    def mean(self, value: Tensor) -> Tensor:
+        return self.total(value) / self.size
+
+    def total(self, value: Tensor) -> Tensor:
+        value = value.clone()
+        dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        return bool(self.total(torch.tensor(float(flag), device=self.device)).item())
+
+    def wait(self) -> None:
+        dist.barrier()
+
+
+class Copies(Several):
+    """DDP: every process holds the model, gradients are averaged."""
+
+    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+        self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return self._wrapped
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._wrapped.no_sync()
+
+
+class Shards(Several):
+    """FSDP2: every process holds a part of each weight, gradient and optimiser state."""
+
+    sharded = True
+
+    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+        mixed = dtype != torch.float32
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if mixed else None, reduce_dtype=torch.float32 if mixed else None
+        )
+        units: list[nn.Module] = []
+        if isinstance(model, LoopedModel):
+            fully_shard(model.prelude, mp_policy=policy)
+            fully_shard(model.loop, mp_policy=policy, reshard_after_forward=False)
+            fully_shard(model.coda, mp_policy=policy)
+            units += [model.prelude, model.loop, model.coda]
+        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        self._units = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
+        return model
+
+    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+        self._units[0].set_requires_gradient_sync(last)  # recurses into the other units
+        return nullcontext()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        for unit in self._units:
+            unit.unshard()
+        try:
+            yield
+        finally:
+            for unit in self._units:
+                unit.reshard()
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        return norm.full_tensor()  # type: ignore[attr-defined]
+
+
+@contextmanager
+def processes(config: RunConfig) -> Iterator[Processes]:
+    """The processes of this run, as `torchrun` has started them, or this one alone."""
+    if "RANK" not in os.environ:
+        yield Processes(find_device(config.device))
+        return
+    device = find_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        alone = dist.get_world_size() == 1 and config.parallel == "ddp"
+        kind = Shards if config.parallel == "fsdp" else Copies
+        yield Processes(device) if alone else kind(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def find_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """CUDA, then Apple's GPU, then the CPU, unless the recipe names one."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    kind = next(name for name, here in available.items() if here) if wanted == "auto" else wanted
+    require(
+        available[kind],
+        "run.device",
+        f"there is no {kind} device here",
+        'Use "auto", or one of ' + ", ".join(n for n, here in available.items() if here) + ".",
+    )
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"run.device: process {local_rank} of this node has no GPU of its own "
+                f"({torch.cuda.device_count()} here). Start fewer with --nproc-per-node."
+            )
+        return torch.device("cuda", local_rank)
+    return torch.device(kind)

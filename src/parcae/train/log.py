@@ -1,0 +1,157 @@
+"""Where measurements go: metrics.jsonl always, and the trackers a recipe asks for.
+
+Each line is an object with `kind` and `step`; kinds are train, telemetry, validation and event.
+What a killed run wrote beyond its checkpoint is cut off when it resumes, so the file reads as if
+nothing had happened. Numbers that are not finite become null: JSON has no other word for them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from parcae.config import ConfigError
+from parcae.files import FileError, write_text
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class Log:
+    """Appends to metrics.jsonl and to the sinks; one per run, held by the first process."""
+
+    def __init__(self, folder: Path, step: int = 0, sinks: Sequence[Sink] = ()) -> None:
+        self.path = folder / METRICS_FILE
+        self.sinks = sinks
+        if self.path.exists():
+            keep_until(self.path, step)
+        try:
+            self._stream: IO[str] = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be written ({error.strerror}).") from None
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        line = json.dumps({"kind": kind, "step": step, **finite(values)}, allow_nan=False)
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except OSError as error:
+            raise FileError(
+                f"{self.path}: cannot be written ({error.strerror}). Make room, then go on with "
+                "--resume: the last checkpoint is whole."
+            ) from None
+        numbers = dict(flat(values, kind))
+        for sink in self.sinks:
+            sink.log(numbers, step)
+
+    def close(self) -> None:
+        self._stream.close()
+        for sink in self.sinks:
+            sink.close()
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Drop what was logged after `step`, and a last line that was cut off."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (json.JSONDecodeError, KeyError, TypeError):
+            continue
+    write_text(path, "".join(kept))
+
+
+def finite(value: Any) -> Any:
+    """The same tree with null for NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return value
+
+
+def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
+    """`("train/lr/muon", 0.008)` for every number in the tree; lists and words are left out."""
+    found: list[tuple[str, float]] = []
+    for key, value in values.items():
+        name = f"{prefix}/{key}"
+        if isinstance(value, Mapping):
+            found += flat(value, name)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((name, float(value)))
+    return found
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """The run keeps its name and id over a resume."""
+
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        self._run = wandb.init(
+            project="parcae",
+            name=name,
+            id=name,
+            dir=str(folder),
+            resume="allow",
+            config=dict(config),
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self._tracker = trackio
+        trackio.init(project="parcae", name=name, resume="allow", config=dict(config))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self._tracker.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+SINKS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+def open_sinks(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Sink]:
+    sinks: list[Sink] = []
+    for name in names:
+        try:
+            sinks.append(SINKS[name](folder, folder.resolve().name, config))
+        except ImportError as error:
+            raise ConfigError(
+                f"run.sinks: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
+            ) from None
+    return sinks
