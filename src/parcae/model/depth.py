@@ -120,6 +120,16 @@ def as_depths(value: int | Sequence[int] | Tensor | Depths, rows: int, loop: Loo
     return depths
 
 
+def check_depth(value: object) -> int:
+    """One number of loops, the same for all sequences."""
+    if not _is_whole(value):
+        raise TypeError(f"depths: {value!r} is not a whole number of loops.")
+    depth = operator.index(value)  # pyright: ignore[reportArgumentType]
+    if depth < 1:
+        raise ValueError(f"depths: {depth} loops. Every sequence needs at least one.")
+    return depth
+
+
 def _loop_counts(value: object, rows: int) -> list[int]:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:

@@ -6,7 +6,7 @@ Nothing is kept on a module between two calls; what a forward knows, it returns.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -94,6 +94,19 @@ class LanguageModel(nn.Module, ABC):
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
         """What chance decides in training, for the given global rows of an optimiser step, as
         arguments of `forward`: a function of (seed, step, row), whoever holds the rows."""
+
+    @abstractmethod
+    def readings(
+        self,
+        tokens: Tensor,
+        depths: Collection[int],
+        state: Tensor | Literal["zero", "like-init"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(T, what the head reads after T loops) for each depth asked for, shallow to deep.
+
+        One pass without gradient serves all depths; `loss` and `logits` take what it yields.
+        """
 
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         """The value embeddings of each layer of a stack; looked up once, whatever the loops."""

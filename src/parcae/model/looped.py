@@ -11,7 +11,7 @@ depend on no other sequence and not on the loop's index, so the order changes no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, Stack, Values
-from parcae.model.depth import Depths, Schedule, sample_rows
+from parcae.model.depth import Depths, Schedule, check_depth, sample_rows
 from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
 from parcae.model.init import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
@@ -93,8 +93,7 @@ class Loop(nn.Module):
         recorder: Recorder | None = None,
     ) -> Tensor:
         """h_T of every row, from h_0; rows stand in the schedule's order."""
-        weights = self.core.blocks.fused_weights()
-        inputs = LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
+        inputs = self._inputs(e, rope, values)
         if not torch.is_grad_enabled():
             return self._run(h, schedule.all_loops, inputs, recorder)
         if schedule.free:
@@ -107,6 +106,25 @@ class Loop(nn.Module):
             h.requires_grad_()  # the first loop with gradient is then traced like the others
         return self._run(h, schedule.carried, inputs, recorder)
 
+    @torch.no_grad()
+    def iterate(self, h: Tensor, e: Tensor, rope: Rope, values: Values) -> Iterator[Tensor]:
+        """h_1, h_2, ... without end, each made when it is asked for."""
+        inputs = self._inputs(e, rope, values)
+        while True:
+            h = self._step(h, inputs)
+            yield h
+
+    def _inputs(self, e: Tensor, rope: Rope, values: Values) -> LoopInputs:
+        weights = self.core.blocks.fused_weights()
+        return LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
+
+    def _step(self, h: Tensor, inputs: LoopInputs) -> Tensor:
+        if self.core.is_compiled:
+            inputs.let_rows_vary(h)
+        if self.checkpointed and torch.is_grad_enabled():
+            return _checkpoint(self.core, h, inputs)
+        return self.core(h, inputs)
+
     def _run(
         self, h: Tensor, active: Sequence[int], inputs: LoopInputs, recorder: Recorder | None
     ) -> Tensor:
@@ -117,12 +135,7 @@ class Loop(nn.Module):
                 h, ended = _cut(h, rows)
                 finished.append(ended)
                 inputs = inputs.first(rows)
-            if self.core.is_compiled:
-                inputs.let_rows_vary(h)
-            if self.checkpointed and torch.is_grad_enabled():
-                h = _checkpoint(self.core, h, inputs)
-            else:
-                h = self.core(h, inputs)
+            h = self._step(h, inputs)
             if recorder is not None:
                 recorder.observe(h)
         return torch.cat([h, *reversed(finished)]) if finished else h
@@ -250,9 +263,7 @@ class LoopedModel(LanguageModel):
         e = self.encode(tokens)
         records = _records(trajectory)
         recorder = Recorder(h, schedule.depths) if records else None
-        rope = self.rope(tokens.shape[1], self.config.core_block.head_dim)
-        values = self.values(tokens, self.config.prelude_layers, self.config.core_layers)
-        h = self.loop(h, e, schedule, rope, values, recorder)
+        h = self.loop(h, e, schedule, *self._core_inputs(tokens), recorder)
         x = self.decode(h, tokens)
 
         logits = loss = None
@@ -268,6 +279,35 @@ class LoopedModel(LanguageModel):
             seen = _reorder(seen, place)
         return Output(logits=logits, loss=loss, depths=wanted, state=h, trajectory=seen)
 
+    @torch.no_grad()
+    def iterate(
+        self,
+        tokens: Tensor,
+        state: Tensor | Literal["zero", "like-init"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """h_1, h_2, ... of all sequences, without gradient and without end.
+
+        Only the state at hand is kept. `state` and `generator` are those of a forward.
+        """
+        self.check(tokens, None)
+        h = self._initial_state(state, tokens.shape, generator)
+        return self.loop.iterate(h, self.encode(tokens), *self._core_inputs(tokens))
+
+    @torch.no_grad()
+    def readings(
+        self,
+        tokens: Tensor,
+        depths: Collection[int],
+        state: Tensor | Literal["zero", "like-init"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        wanted = {check_depth(depth) for depth in depths}
+        states = self.iterate(tokens, state, generator)
+        for depth, h in zip(range(1, max(wanted, default=0) + 1), states, strict=False):
+            if depth in wanted:
+                yield depth, self.decode(h, tokens)
+
     def encode(self, tokens: Tensor) -> Tensor:
         """e: what the prelude makes of the tokens, and what every loop is given."""
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
@@ -279,6 +319,11 @@ class LoopedModel(LanguageModel):
         first_layer = self.config.prelude_layers + self.config.core_layers
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
         return self.coda(h, rope, self.values(tokens, first_layer, self.config.coda_layers))
+
+    def _core_inputs(self, tokens: Tensor) -> tuple[Rope, list[Tensor | None]]:
+        config = self.config
+        values = self.values(tokens, config.prelude_layers, config.core_layers)
+        return self.rope(tokens.shape[1], config.core_block.head_dim), values
 
     def _initial_state(
         self, state: Any, shape: torch.Size, generator: torch.Generator | None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,27 @@ class Transformer(LanguageModel):
         ran = self.depths(depths, len(tokens), generator)
         if set(ran.loops) != {1}:
             raise ValueError(f"depths: {depths}. A Transformer has no loop; leave depths out.")
-        rope = self.rope(tokens.shape[1], self.config.block.head_dim)
-        values = self.values(tokens, 0, self.config.layers)
-        x = self.norm(self.blocks(self.embed(tokens), rope, values))
+        x = self._read(tokens)
         if targets is not None:
             return Output(logits=None, loss=self.loss(x, targets), depths=ran)
         return Output(logits=self.logits(x), loss=None, depths=ran)
+
+    @torch.no_grad()
+    def readings(
+        self,
+        tokens: Tensor,
+        depths: Collection[int],
+        state: Tensor | Literal["zero", "like-init"] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[tuple[int, Tensor]]:
+        """At depth 1 only; there is no state to start from."""
+        self.check(tokens, None)
+        if any(depth != 1 for depth in depths):
+            raise ValueError(f"depths: {[*depths]}. A Transformer has no loop; ask for 1 only.")
+        if depths:
+            yield 1, self._read(tokens)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        rope = self.rope(tokens.shape[1], self.config.block.head_dim)
+        values = self.values(tokens, 0, self.config.layers)
+        return self.norm(self.blocks(self.embed(tokens), rope, values))

@@ -1,0 +1,1 @@
+"""Measuring a trained model: loss, perplexity and bits per byte at every depth."""

@@ -1,0 +1,108 @@
+"""The plain sampler: greedy by hand, seeds, stops, a context that slides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import KINDS, randomised, tiny
+from parcae.config import ConfigError, LoopConfig
+from parcae.infer.plain import generate
+
+PROMPT = [5, 17, 80]
+
+
+def transformer():
+    return randomised(
+        tiny(
+            architecture="transformer",
+            injection="none",
+            readout=False,
+            prelude_norm=False,
+            loop=LoopConfig(mean_loops=1),
+        )
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depths", [None, 1, 6])
+def test_greedy_is_the_argmax_of_a_forward(kind, depths):
+    model = randomised(KINDS[kind])
+    tokens = list(PROMPT)
+    for _ in range(5):
+        logits = model(torch.tensor([tokens]), depths=depths or 4, state="zero").logits
+        tokens.append(int(logits[0, -1].argmax()))
+    made = generate(model, PROMPT, new_tokens=5, depths=depths, temperature=0)
+    assert made == tokens[3:]
+
+
+def test_a_transformer_generates_too():
+    model = transformer()
+    expected = int(model(torch.tensor([PROMPT])).logits[0, -1].argmax())
+    assert generate(model, PROMPT, new_tokens=1, temperature=0) == [expected]
+    with pytest.raises(ValueError, match="no loop"):
+        generate(model, PROMPT, new_tokens=1, depths=2)
+
+
+def test_a_seed_is_a_text_and_noise_belongs_to_the_position():
+    model = randomised(KINDS["parcae"])
+    text = generate(model, PROMPT, new_tokens=12, seed=3)
+    torch.rand(7)  # the global generator has no say
+    assert generate(model, PROMPT, new_tokens=12, seed=3) == text
+    assert generate(model, PROMPT, new_tokens=12, seed=4) != text
+    longer = PROMPT + text[:5]
+    assert generate(model, longer, new_tokens=7, seed=3) == text[5:]
+
+
+def test_stops_before_a_stop_token():
+    model = randomised(KINDS["parcae"])
+    text = generate(model, PROMPT, new_tokens=12, seed=3)
+    end = text[4]
+    assert generate(model, PROMPT, new_tokens=12, seed=3, stop={end}) == text[: text.index(end)]
+
+
+def test_a_full_context_slides():
+    model = randomised(tiny(context_length=6))
+    tokens = list(range(10, 15))
+    for _ in range(5):
+        window = torch.tensor([tokens[-6:]])
+        tokens.append(int(model(window, depths=2, state="zero").logits[0, -1].argmax()))
+    assert generate(model, range(10, 15), new_tokens=5, depths=2, temperature=0) == tokens[5:]
+    long_prompt = list(range(40))
+    window = torch.tensor([long_prompt[-6:]])
+    expected = int(model(window, depths=2, state="zero").logits[0, -1].argmax())
+    assert generate(model, long_prompt, new_tokens=1, depths=2, temperature=0) == [expected]
+
+
+def test_top_k_of_one_is_greedy():
+    model = randomised(KINDS["parcae"])
+    greedy = generate(model, PROMPT, new_tokens=6, temperature=0)
+    assert generate(model, PROMPT, new_tokens=6, top_k=1, seed=9) == greedy
+    assert generate(model, PROMPT, new_tokens=6, top_p=1e-9, seed=9) == greedy
+    assert generate(model, PROMPT, new_tokens=6, min_p=1.0, seed=9) == greedy
+
+
+def test_leaves_no_gradient_behind():
+    model = randomised(KINDS["parcae"]).train()
+    generate(model, PROMPT, new_tokens=2)
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": []}, "prompt: it is empty"),
+        ({"prompt": [96]}, "outside the vocabulary"),
+        ({"prompt": [-1]}, "outside the vocabulary"),
+        ({"new_tokens": 0}, "new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"depths": 0}, "depths"),
+    ],
+)
+def test_mistakes(changes, message):
+    settings = {"prompt": PROMPT, "new_tokens": 3, **changes}
+    prompt = settings.pop("prompt")
+    with pytest.raises((ConfigError, ValueError), match=message):
+        generate(randomised(KINDS["parcae"]), prompt, **settings)
