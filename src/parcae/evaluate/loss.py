@@ -7,7 +7,7 @@ A batch goes through the prelude once and loops to the deepest depth; only the d
 are decoded. Several processes add what they counted before anything is divided:
 
     mine = totals_by_depth(model, my_batches, depths, table)
-    dist.all_reduce(mine.counts)             # [nats at each depth ..., tokens, bytes], float64
+    dist.all_reduce(mine.counts)             # [nats at each depth ..., tokens, bytes], float64, CPU
     mine.finish()
 
 Nothing here turns a model's mode, so a compiled model is not compiled again.
@@ -57,7 +57,7 @@ class Totals:
     def __add__(self, other: Totals) -> Totals:
         if self.depths != other.depths:
             raise ValueError(f"totals at depths {self.depths} and {other.depths} do not add up.")
-        return Totals(self.depths, self.counts + other.counts.to(self.counts.device))
+        return Totals(self.depths, self.counts + other.counts)
 
     def finish(self) -> DepthLosses:
         *nats, tokens, size = self.counts.tolist()
@@ -106,20 +106,19 @@ def totals_by_depth(
     require(len(wanted) > 0, "depths", "there is none", "Name at least one number of loops.")
     device = model.device if device is None else torch.device(device)
     table = None if bytes_of_token is None else bytes_of_token.to(device)
-    counts = torch.zeros(len(wanted) + 2, dtype=torch.float64, device=device)
+    counts = torch.zeros(len(wanted) + 2, dtype=torch.float64)
     if table is None:
         counts[-1] = torch.nan
     for inputs, targets in batches:
         inputs, targets = inputs.to(device), targets.to(device)
         model.check(inputs, targets)
         tokens = (targets != IGNORED_TARGET).sum()
-        counts[-2] += tokens
+        counts[-2] += int(tokens)
         if table is not None:
             counts[-1] += _count_bytes(targets, table)
         for place, (_, x) in enumerate(model.readings(inputs, wanted, state, generator)):
-            mean = model.loss(x, targets).double()
-            # A batch without targets has no mean; NaN from a broken model must stay one.
-            counts[place] += torch.where(tokens > 0, mean * tokens, 0.0)
+            if tokens > 0:
+                counts[place] += model.loss(x, targets).item() * int(tokens)
     return Totals(wanted, counts)
 
 
@@ -130,7 +129,7 @@ def _count_bytes(targets: Tensor, table: Tensor) -> Tensor:
             f"bytes_of_token: {len(table)} entries, but a target has id {int(ids.max())}. "
             "Is it the table of another tokenizer?"
         )
-    return table[ids].sum(dtype=torch.float64)
+    return table[ids].sum().cpu()
 
 
 def _finish(nats: float, tokens: float, size: float) -> Loss:

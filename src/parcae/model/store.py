@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -33,9 +34,13 @@ def save(model: LanguageModel, folder: str | Path) -> Path:
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     with atomic_path(folder / WEIGHTS_FILE) as temporary:
         save_file(weights, temporary, metadata={"format": "pt"})
-    header = {"format": FORMAT, "version": VERSION, "model": plain(model.config)}
-    write_json(folder / CONFIG_FILE, header)
+    write_json(folder / CONFIG_FILE, header(model.config))
     return folder
+
+
+def header(config: ModelConfig) -> dict[str, Any]:
+    """What config.json says."""
+    return {"format": FORMAT, "version": VERSION, "model": plain(config)}
 
 
 def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
@@ -45,16 +50,16 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageMode
     folder = Path(folder)
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder. Give the folder that holds {CONFIG_FILE}.")
-    header = read_json(folder / CONFIG_FILE)
-    if is_release(header):
-        config, weights = read_release(folder, header)
-    elif isinstance(header, dict) and header.get("format") == FORMAT:
-        if header.get("version") != VERSION:
+    said = read_json(folder / CONFIG_FILE)
+    if is_release(said):
+        config, weights = read_release(folder, said)
+    elif isinstance(said, dict) and said.get("format") == FORMAT:
+        if said.get("version") != VERSION:
             raise FileError(
-                f"{folder / CONFIG_FILE}: format version {header.get('version')}, but this parcae "
+                f"{folder / CONFIG_FILE}: format version {said.get('version')}, but this parcae "
                 f"reads version {VERSION}. Update parcae."
             )
-        config = build_config(ModelConfig, header.get("model", {}), "model")
+        config = build_config(ModelConfig, said.get("model", {}), "model")
         weights = read_weights(folder / WEIGHTS_FILE)
     else:
         raise FileError(

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from parcae import console
 from parcae.config import ConfigError, require
 from parcae.data.corpus import find_files, read_documents
@@ -60,6 +63,12 @@ class Corpora:
                 packing=recipe.data.packing,
                 split_long=recipe.data.split_long,
             )
+
+    def bytes_of_token(self) -> Tensor | None:
+        """For bits per byte; None where the tokenizer's entries are not bytes."""
+        if not self.tokenizer.is_byte_level:
+            return None
+        return torch.as_tensor(self.tokenizer.bytes_per_token())
 
     @property
     def can_validate(self) -> bool:

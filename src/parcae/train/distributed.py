@@ -36,6 +36,8 @@ class Processes:
     rank = 0
     size = 1
     sharded = False
+    replicas: dist.ProcessGroup | None = None
+    """Processes that hold the same weights and may share the optimiser's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -60,11 +62,9 @@ class Processes:
     def whole_norm(self, norm: Tensor) -> Tensor:
         return norm
 
-    def mean(self, value: Tensor) -> Tensor:
-        return value
-
-    def total(self, value: Tensor) -> Tensor:
-        return value
+    def gather(self, values: Tensor) -> Tensor:
+        """[processes, ...]: what each of them has; in the CPU's memory."""
+        return values.cpu()[None]
 
     def any(self, flag: bool) -> bool:
         return flag
@@ -80,16 +80,14 @@ class Several(Processes):
         self.quiet_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """For what other threads say to each other while training goes on."""
 
-    def mean(self, value: Tensor) -> Tensor:
-        return self.total(value) / self.size
-
-    def total(self, value: Tensor) -> Tensor:
-        value = value.clone()
-        dist.all_reduce(value)
-        return value
+    def gather(self, values: Tensor) -> Tensor:
+        values = values.cpu()
+        everyone = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(everyone, values)
+        return torch.stack(everyone)
 
     def any(self, flag: bool) -> bool:
-        return bool(self.total(torch.tensor(float(flag), device=self.device)).item())
+        return bool(self.gather(torch.tensor([float(flag)])).sum() > 0)
 
     def wait(self) -> None:
         dist.barrier()
@@ -100,6 +98,7 @@ class Copies(Several):
 
     def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.replicas = dist.group.WORLD
         return self._wrapped
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:

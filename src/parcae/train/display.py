@@ -1,0 +1,87 @@
+"""What a person sees while a model trains: progress, time left, the numbers that matter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from parcae import console
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class TimeLeft(ProgressColumn):
+    """From the share of the run that is done, which the clock may decide instead of the steps."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields.get("left")
+        return Text("" if left is None else f"{clock(left)} left", style="cyan")
+
+
+class Display:
+    """A bar on a terminal; elsewhere a line now and then. Only the first process shows one."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+        self._live = shown and console.out.is_terminal
+        self._printed = -SECONDS_BETWEEN_LINES
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TimeLeft(),
+            TextColumn("[bold]{task.fields[numbers]}"),
+            console=console.out,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("training", total=1.0, numbers="")
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def say(self, words: str) -> None:
+        if self.shown:
+            self._progress.console.print(words, highlight=False, soft_wrap=True)
+
+    def update(self, step: int, done: float, seconds: float, numbers: Mapping[str, Any]) -> None:
+        """`done` is the share of the run that lies behind."""
+        if not self.shown:
+            return
+        left = seconds * (1 - done) / done if done > 0 else None
+        loss = numbers["loss"]
+        words = (
+            f"loss {loss:.3f}  |g| {numbers['gradient_norm']:.2f}  T {numbers['mean_depth']:.1f}  "
+            f"{console.short(numbers['tokens_per_second'])} tok/s"
+        )
+        if numbers.get("peak_fraction") is not None:
+            words += f"  {numbers['peak_fraction']:.0%} of peak"
+        if self._live:
+            self._progress.update(
+                self._task, description=f"step {step}", completed=done, numbers=words, left=left
+            )
+            return
+        now = time.monotonic()
+        if now > self._printed + SECONDS_BETWEEN_LINES or done >= 1:
+            self._printed = now
+            eta = "" if left is None else f"  {clock(left)} left"
+            self.say(f"step {step}  {done:4.0%}{eta}  {words}")
+
+
+def clock(seconds: float) -> str:
+    hours, rest = divmod(int(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

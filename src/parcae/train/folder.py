@@ -1,0 +1,96 @@
+"""A run's folder: who may use it, what recipe it follows, what it holds at the end.
+
+recipe.toml     every setting, resolved        tokenizer.json   of the data
+metrics.jsonl   what was measured (log.py)     data/            what was tokenised for the run
+checkpoints/    see checkpoint.py              result.json      what the run came to
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from parcae.config import ConfigError
+from parcae.files import FileError, exclusive, write_text
+from parcae.recipe import read_toml, write_toml
+from parcae.train.settings import Recipe, plain_recipe, recipe_from_tree
+
+RECIPE_FILE = "recipe.toml"
+RESULT_FILE = "result.json"
+FREE_TO_CHANGE = {
+    "data": {"prefetch"},
+    "run": {
+        "device",
+        "parallel",
+        "checkpoint_every",
+        "keep_last",
+        "keep_best",
+        "sample_prompts",
+        "sample_tokens",
+        "sinks",
+    },
+}
+"""Settings that do not change what is learned, and so may differ when a run goes on."""
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold the folder against a second process; say so if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder):
+            yield
+    except PermissionError as error:
+        raise FileError(
+            f"{error.filename or folder}: not writable ({error.strerror}). Use another --out."
+        ) from error
+    except FileExistsError:
+        raise FileError(f"{folder}: a file, not a folder. Use another --out.") from None
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """The recipe of a run that exists."""
+    if not (folder / RECIPE_FILE).exists():
+        raise FileError(f"{folder}: no run to resume, {RECIPE_FILE} is missing. Check the path.")
+    return recipe_from_tree(read_toml(folder / RECIPE_FILE))
+
+
+def begin(folder: Path, recipe: Recipe) -> None:
+    """Write the recipe of a new run; a folder that holds a run is refused."""
+    if (folder / RECIPE_FILE).exists():
+        raise ConfigError(
+            f"{folder}: holds a run already. Go on with it by `parcae train --resume {folder}`, "
+            "or use another --out."
+        )
+    write_text(folder / RECIPE_FILE, write_toml(plain_recipe(recipe)))
+
+
+def go_on(folder: Path, recipe: Recipe) -> None:
+    """Refuse a recipe that would not continue what the folder holds."""
+    before, now = plain_recipe(read_recipe(folder)), plain_recipe(recipe)
+    changed = [key for key in differences(before, now) if not _is_free(key)]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]}: differs from the run in {folder}, which would not be the same run. "
+            "Leave the setting out, or start a new run with another --out."
+        )
+    write_text(folder / RECIPE_FILE, write_toml(now))
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Keys, as `table.key`, whose values differ."""
+    found: list[str] = []
+    for key in sorted({*a, *b}):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            found += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def _is_free(key: str) -> bool:
+    table, _, name = key.partition(".")
+    return name in FREE_TO_CHANGE.get(table, ())

@@ -1,0 +1,304 @@
+"""A run from its recipe to its result: steps, and around them what is measured, kept and shown.
+
+result = train(recipe, "runs/mine")                  parcae train recipe.toml --out runs/mine
+result = train(recipe, "runs/mine", resume=True)     parcae train --resume runs/mine
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcae import console
+from parcae.cpu import keep_freed_memory
+from parcae.evaluate.loss import DepthLosses
+from parcae.files import write_json
+from parcae.model.flops import parameter_count
+from parcae.recipe import plain
+from parcae.train import folder as run_folder
+from parcae.train.budget import flops_per_step, tokens_per_step
+from parcae.train.checkpoint import Checkpoints
+from parcae.train.corpora import open_corpora
+from parcae.train.display import Display, clock
+from parcae.train.distributed import Processes, processes
+from parcae.train.guard import Diverged, diagnose
+from parcae.train.learner import Learner, Step
+from parcae.train.log import Log, finite, open_sinks
+from parcae.train.peak import peak_flops
+from parcae.train.settings import Recipe, plain_recipe
+from parcae.train.stop import StopSignals
+
+
+def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, Any]:
+    """Train into the folder `out`, and return what result.json says."""
+    out = Path(out)
+    keep_freed_memory()
+    with ExitStack() as stack:
+        workers = stack.enter_context(processes(recipe.run))
+        display = Display(workers.is_first)
+        if workers.is_first:
+            stack.enter_context(run_folder.held(out))
+            (run_folder.go_on if resume else run_folder.begin)(out, recipe)
+            corpora = open_corpora(recipe, out, display.say)
+        workers.wait()
+        if not workers.is_first:
+            corpora = open_corpora(recipe, out)
+        learner = Learner(recipe, workers, corpora)
+        stack.callback(learner.close)
+        run = Run(recipe, out, workers, learner, display)
+        stack.callback(run.close)
+        if resume:
+            run.resume()
+        return run.go()
+
+
+class Run:
+    def __init__(
+        self, recipe: Recipe, out: Path, workers: Processes, learner: Learner, display: Display
+    ) -> None:
+        self.recipe, self.out, self.workers = recipe, out, workers
+        self.learner, self.display = learner, display
+        keep = recipe.run
+        self.checkpoints = Checkpoints(out, workers, keep.keep_last, keep.keep_best)
+        self.log: Log | None = None
+        self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
+        self.seconds = 0.0
+        self.executed_flops = 0.0
+        self.validated: dict[int, DepthLosses] = {}
+        """The last validation, by its step."""
+        self.best_loss = math.inf
+        self.train_loss = math.nan
+        """Running mean of the loss."""
+        self.first_look: dict[str, Any] | None = None
+
+    @property
+    def done(self) -> float:
+        """The share of the run that lies behind."""
+        if self.learner.total is not None:
+            return self.learner.step / self.learner.total
+        assert self.recipe.budget.minutes is not None
+        return min(1.0, self.seconds / (60 * self.recipe.budget.minutes))
+
+    def go(self) -> dict[str, Any]:
+        if self.workers.is_first:
+            sinks = open_sinks(self.recipe.run.sinks, self.out, plain_recipe(self.recipe))
+            self.log = Log(self.out, self.learner.step, sinks)
+        self._introduce()
+        status, diagnosis = "finished", None
+        with self.display, StopSignals() as stop:
+            try:
+                while self.done < 1 and status == "finished":
+                    self._one_step()
+                    if self.workers.any(stop.asked):
+                        status = "interrupted"
+            except Diverged:
+                status, diagnosis = "diverged", self._diagnose()
+            if status == "finished" and self.learner.step not in self.validated:
+                self._validate()
+            if status != "diverged":
+                self._save()
+            self.checkpoints.wait()
+            self.workers.wait()
+        return self._conclude(status, diagnosis)
+
+    def _one_step(self) -> None:
+        settings, started = self.recipe.run, time.perf_counter()
+        measured = self.learner.take_step(self.done)
+        took = time.perf_counter() - started
+        self._count(measured, took)
+        self._report(measured, took)
+        step, started = self.learner.step, time.perf_counter()
+        if settings.telemetry_every and (step == 1 or step % settings.telemetry_every == 0):
+            self._look()
+        if settings.validate_every and step % settings.validate_every == 0:
+            self._validate()
+        if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+            self._save()
+        self._spend(time.perf_counter() - started)
+
+    def _count(self, measured: Step, took: float) -> None:
+        self._spend(took)
+        self.executed_flops += measured.flops
+        if measured.taken:
+            before = measured.loss if math.isnan(self.train_loss) else self.train_loss
+            self.train_loss = 0.95 * before + 0.05 * measured.loss
+
+    def _spend(self, seconds: float) -> None:
+        if self.learner.total is None:  # the clock decides, so all must read the same one
+            seconds = self.workers.gather(torch.tensor([seconds])).mean().item()
+        self.seconds += seconds
+
+    def _report(self, measured: Step, took: float) -> None:
+        step, tokens = self.learner.step, tokens_per_step(self.recipe)
+        spike = measured.taken and self.learner.guard.is_spike(measured.loss)
+        peak = self.peak and self.peak * self.workers.size
+        numbers: dict[str, Any] = {
+            "loss": measured.loss,
+            "gradient_norm": measured.gradient_norm,
+            "lr": self.learner.optimiser.learning_rates(),
+            "tokens": step * tokens,
+            "flops": step * flops_per_step(self.recipe),
+            "executed_flops": self.executed_flops,
+            "mean_depth": measured.mean_depth,
+            "max_depth": measured.max_depth,
+            "tokens_per_second": tokens / took,
+            "peak_fraction": measured.flops / took / peak if peak else None,
+            "seconds": self.seconds,
+            "skipped": not measured.taken,
+        }
+        self._write("train", **numbers)
+        self.display.update(step, self.done, self.seconds, numbers)
+        if not measured.taken:
+            norm = measured.gradient_norm
+            self._event("skipped", f"loss {measured.loss}, gradient norm {norm}: step not taken")
+        elif spike:
+            usual = self.learner.guard.mean
+            self._event("spike", f"loss {measured.loss:.3f} where {usual:.3f} is usual")
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.log is not None:
+            self.log.write(kind, self.learner.step, **values)
+
+    def _event(self, what: str, message: str) -> None:
+        self._write("event", what=what, message=message)
+        self.display.say(f"step {self.learner.step}: {what}: {message}")
+
+    def _look(self) -> dict[str, Any] | None:
+        seen = self.learner.look()
+        if seen is not None:
+            self._write("telemetry", **seen)
+            self.first_look = self.first_look or finite(seen)
+        return seen
+
+    def _validate(self) -> None:
+        if not self.learner.corpora.can_validate:
+            return
+        losses = self.learner.validate()
+        self.validated = {self.learner.step: losses}
+        bits = {t: loss.bits_per_byte for t, loss in losses.items()}
+        self._write(
+            "validation", losses={t: loss.loss for t, loss in losses.items()}, bits_per_byte=bits
+        )
+        words = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
+        self.display.say(f"step {self.learner.step}  held-out loss  {words}")
+        nominal = losses[self.recipe.model.loop.nominal_loops].loss
+        if nominal < self.best_loss:
+            self.best_loss = nominal
+            if self.recipe.run.keep_best:
+                self._save()
+
+    def _save(self) -> None:
+        losses = self.validated.get(self.learner.step)
+        nominal = self.recipe.model.loop.nominal_loops
+        counters = {
+            "seconds": self.seconds,
+            "executed_flops": self.executed_flops,
+            "best_loss": finite(self.best_loss),
+            "train_loss": finite(self.train_loss),
+            "first_look": self.first_look,
+            "validation_loss": finite(losses[nominal].loss) if losses else None,
+        }
+        self.checkpoints.save(self.learner.snapshot(counters))
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint that is whole; without any, from the beginning."""
+        found = self.checkpoints.latest()
+        if found is None:
+            self.display.say(f"{self.out}: no checkpoint yet, so it starts again.")
+            return
+        step, problems = found
+        for problem in problems:
+            self.display.say(f"{problem} Going back further.")
+        learner = self.learner
+        state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
+        learner.restore(step, state)
+        self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
+        self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
+        self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
+        self.first_look = state["first_look"]
+
+    def _diagnose(self) -> str:
+        seen = self.learner.look()
+        lr = self.learner.optimiser.learning_rates()
+        return diagnose(None if seen is None else finite(seen), self.first_look, lr)
+
+    def _introduce(self) -> None:
+        recipe, learner = self.recipe, self.learner
+        count, tokens = parameter_count(recipe.model), tokens_per_step(recipe)
+        length = (
+            f"{recipe.budget.minutes:g} minutes"
+            if learner.total is None
+            else f"{learner.total:,} steps, {console.short(learner.total * tokens)} tokens"
+        )
+        loop = recipe.model.loop
+        loops = (
+            f"{loop.mean_loops:g} loops on average, {loop.gradient_loops} with gradient"
+            if recipe.model.architecture == "looped"
+            else "a Transformer"
+        )
+        self.display.say(
+            f"{console.short(count)} parameters, {loops}; {length}; {self.workers.device.type} "
+            f"in {str(learner.dtype).removeprefix('torch.')}"
+            + (f", {self.workers.size} processes" if self.workers.size > 1 else "")
+            + f"; into {self.out}"
+        )
+        if learner.step:
+            self.display.say(f"Resumed at step {learner.step}.")
+        if not learner.corpora.can_validate:
+            self.display.say(
+                "Nothing is held out, so there is no validation: see data.validation_fraction."
+            )
+
+    def _conclude(self, status: str, diagnosis: str | None) -> dict[str, Any]:
+        step, learner = self.learner.step, self.learner
+        samples = learner.sample() if status == "finished" else []
+        result = {
+            "status": status,
+            "diagnosis": diagnosis,
+            "parameters": parameter_count(self.recipe.model),
+            "steps": step,
+            "tokens": step * tokens_per_step(self.recipe),
+            "flops": step * flops_per_step(self.recipe),
+            "executed_flops": self.executed_flops,
+            "seconds": self.seconds,
+            "train_loss": self.train_loss,
+            "validation": {t: asdict(loss) for t, loss in self.validated.get(step, {}).items()},
+            "skipped_steps": learner.guard.skipped,
+            "spikes": learner.guard.spikes,
+            "device": self.workers.device.type,
+            "processes": self.workers.size,
+            "seed": self.recipe.run.seed,
+            "torch": torch.__version__,
+            "samples": samples,
+            "model": plain(self.recipe.model),
+        }
+        result = finite(result)
+        if self.workers.is_first:
+            write_json(self.out / run_folder.RESULT_FILE, result)
+        self._farewell(status, diagnosis)
+        return result
+
+    def _farewell(self, status: str, diagnosis: str | None) -> None:
+        resume = f"parcae train --resume {self.out}"
+        saved = self.checkpoints.steps()
+        where = f"step {saved[-1]}" if saved else "nothing"
+        words = {
+            "finished": f"Finished in {clock(self.seconds)}: {self.out}",
+            "interrupted": f"Stopped at step {self.learner.step}; saved. Go on with: {resume}",
+            "diverged": f"Gave up at step {self.learner.step}: no finite loss or gradient for "
+            f"{self.recipe.run.bad_steps_in_a_row} steps. {diagnosis} Saved: {where}.",
+        }
+        if status == "diverged":
+            self._event("diverged", str(diagnosis))
+        self.display.say(words[status])
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        if self.log is not None:
+            self.log.close()
