@@ -17,7 +17,7 @@ import torch
 
 from parcae import console
 from parcae.cpu import keep_freed_memory
-from parcae.evaluate.loss import DepthLosses
+from parcae.evaluate.loss import DepthLosses, Loss
 from parcae.files import write_json
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
@@ -45,11 +45,9 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
         if workers.is_first:
             stack.enter_context(run_folder.held(out))
             (run_folder.go_on if resume else run_folder.begin)(out, recipe)
-            corpora = open_corpora(recipe, out, display.say)
+            open_corpora(recipe, out, display.say)
         workers.wait()
-        if not workers.is_first:
-            corpora = open_corpora(recipe, out)
-        learner = Learner(recipe, workers, corpora)
+        learner = Learner(recipe, workers, open_corpora(recipe, out))
         stack.callback(learner.close)
         run = Run(recipe, out, workers, learner, display)
         stack.callback(run.close)
@@ -99,8 +97,6 @@ class Run:
                         status = "interrupted"
             except Diverged:
                 status, diagnosis = "diverged", self._diagnose()
-            if status == "finished" and self.learner.step not in self.validated:
-                self._validate()
             if status != "diverged":
                 self._save()
             self.checkpoints.wait()
@@ -116,7 +112,7 @@ class Run:
         step, started = self.learner.step, time.perf_counter()
         if settings.telemetry_every and (step == 1 or step % settings.telemetry_every == 0):
             self._look()
-        if settings.validate_every and step % settings.validate_every == 0:
+        if self.done >= 1 or (settings.validate_every and step % settings.validate_every == 0):
             self._validate()
         if settings.checkpoint_every and step % settings.checkpoint_every == 0:
             self._save()
@@ -203,6 +199,7 @@ class Run:
             "train_loss": finite(self.train_loss),
             "first_look": self.first_look,
             "validation_loss": finite(losses[nominal].loss) if losses else None,
+            "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
 
@@ -222,6 +219,8 @@ class Run:
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
         self.first_look = state["first_look"]
+        losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
+        self.validated = {step: losses} if losses else {}
 
     def _diagnose(self) -> str:
         seen = self.learner.look()
