@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parcae.train.schedule import Factors, factors
@@ -59,6 +59,7 @@ schedules = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     schedules,
     st.floats(0, 1, exclude_max=True),
@@ -75,6 +76,7 @@ def test_factors_stay_in_bounds_wherever_the_run_is(config, momentum, step, prog
     assert min(momentum, 0.85) <= found.momentum <= momentum
 
 
+@settings(deadline=None)
 @given(schedules, st.integers(1, 100))
 def test_every_step_of_a_run_moves_and_the_rate_rises_only_in_the_warm_up(config, steps):
     rates = [f.lr for f in over_a_run(config, steps)]
