@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parcae.recipe import merge
-from parcae.train.settings import Recipe, recipe_from_tree
+from parcae.train.settings import Recipe, plain_recipe, recipe_from_tree
 
 TREE: dict[str, Any] = {
     "model": {
@@ -82,3 +82,7 @@ def clean_processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["parcae.train.trainer"])
     return context
+
+
+def changed(recipe: Recipe, **changes: Any) -> Recipe:
+    return recipe_from_tree(merge(plain_recipe(recipe), changes))

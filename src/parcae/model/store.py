@@ -6,6 +6,7 @@ the reference release's format to `release.py`. No code from a file is ever run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,12 +73,30 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageMode
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
+    """One file, or the shards that several processes wrote in its place."""
+    shards = sorted(path.parent.glob("shard-*.safetensors"))
+    if shards and not path.exists():
+        return _join(path.parent)
     try:
         return load_file(path)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
+
+
+def _join(folder: Path) -> dict[str, Tensor]:
+    """Whole tensors from the shards of `torch.distributed.checkpoint` in safetensors files."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+
+    reader = HuggingFaceStorageReader(str(folder))
+    stored: Any = reader.read_metadata().state_dict_metadata
+    weights = {n: torch.empty(s.size, dtype=s.properties.dtype) for n, s in stored.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process is known
+        load_shards(weights, storage_reader=reader, no_dist=True)
+    return weights
 
 
 def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) -> None:

@@ -67,6 +67,7 @@ class Checkpoints:
         self.keep_last, self.keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
+        self._newest: int | None = None
         if processes.is_first:
             for left in self.folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
@@ -80,8 +81,9 @@ class Checkpoints:
     def save(self, snapshot: Snapshot) -> None:
         """Copy now, write in the background. Waits for the one before, and raises its error."""
         self.wait()
-        if self.path(snapshot.step).exists():
+        if snapshot.step == self._newest:  # known to every process without asking the others
             return
+        self._newest = snapshot.step
         hidden = self.folder / f".step-{snapshot.step:08d}"
         if isinstance(self.processes, Several) and self.processes.sharded:
             parts = [(hidden, snapshot.weights), (hidden / OPTIMISER, snapshot.optimiser)]
@@ -167,6 +169,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Fill live tensors in place; returns the plain state."""
         folder = self.path(step)
+        self._newest = step
         fill(weights, folder, self.processes)
         fill(optimiser, folder / OPTIMISER, self.processes)
         return read_json(folder / STATE_FILE)

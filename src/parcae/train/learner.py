@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +61,6 @@ class Learner:
         self.guard = Guard(run.bad_steps_in_a_row)
         self.total = total_steps(recipe)
         self.step = 0
-        self.last_inputs: Tensor | None = None
 
     def take_step(self, done: float) -> Step:
         """Forward and backward over the micro-batches, clip, and step unless a number is bad.
@@ -93,7 +93,6 @@ class Learner:
             schedule, optimiser = self.recipe.schedule, self.recipe.optimiser
             self.optimiser.step(factors(schedule, optimiser, self.step, done, self.total))
         self.optimiser.zero_grad()
-        self.last_inputs = batch.inputs
         self.step += 1
         deepest = int(everyone[:, 3].max())
         flops = mean_flops * self.workers.size
@@ -123,10 +122,17 @@ class Learner:
         counts = self.workers.gather(totals.counts).sum(0)
         return Totals(totals.depths, counts).finish()
 
+    @cached_property
+    def _rows_to_look_at(self) -> Tensor:
+        """Held-out rows, always the same ones; those of the first batch where none are held out."""
+        rows = self.recipe.run.telemetry_rows
+        if self.corpora.can_validate:
+            return next(iter(self.corpora.validation(self.recipe, rows))).inputs
+        return next(iter(self.corpora.loader(self.recipe))).inputs[:rows]
+
     def look(self) -> dict[str, Any] | None:
-        """Telemetry on a few rows of the last batch, from the first process; all take part."""
-        assert self.last_inputs is not None
-        tokens = self._here(self.last_inputs[: self.recipe.run.telemetry_rows])
+        """Telemetry, from the first process; all take part."""
+        tokens = self._here(self._rows_to_look_at)
         with self.workers.gathered(), self.autocast():
             return observe(self.model, tokens) if self.workers.is_first else None
 

@@ -79,5 +79,5 @@ def share_work(
     sent = mine.new_zeros(share, *stack.shape[1:])
     sent[: len(mine)] = mine
     received = sent.new_empty(ranks * share, *stack.shape[1:])
-    dist.all_gather_into_tensor(received, sent, group=group)
+    dist.all_gather_single(received, sent, group=group)
     return received[: len(stack)]

@@ -1,7 +1,7 @@
 """A look at the loop while it trains: what the paper's appendices plot.
 
-Measured on a few rows of the batch at hand, from the zero state, at the mean depth of training,
-without gradient and outside the compiled code. All norms are means over positions of the
+Measured on a few held-out rows, always the same, from the zero state, at the mean depth of
+training, without gradient and outside the compiled code. All norms are means over positions of the
 Euclidean norm over channels.
 """
 
