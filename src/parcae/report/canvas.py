@@ -103,19 +103,21 @@ class Panel:
         if values.min() > 0 and values.max() / values.min() > WIDE_RANGE:
             self.axes.set_yscale("log")
 
-    def hide_spikes(self, reference: np.ndarray) -> None:
-        """Cut the axis above a few excursions, which would press everything else flat."""
-        if not len(reference):
-            return
-        top = 1.1 * max(float(np.percentile(reference, 99)), float(reference[0]))
-        if top > 0 and max(float(values.max()) for values in self.values) > 2 * top:
-            self.axes.set_ylim(top=top)
+    def cut_above(self, limit: float) -> None:
+        """Cut the axis, and say so, where a few values would press everything else flat."""
+        if not self.is_empty and max(float(values.max()) for values in self.values) > 2 * limit > 0:
+            self.axes.set_ylim(top=limit)
+            note = {"ha": "right", "va": "top", "fontsize": 8, "color": "#5b6770"}
+            self.axes.text(
+                0.99, 0.99, "higher values are cut off", transform=self.axes.transAxes, **note
+            )
 
 
 @contextmanager
 def panel(title: str, y: str, x: str = "step") -> Iterator[tuple[Any, Panel]]:
     with draw.figure(width=4.8, height=3.5) as (canvas, axes):
         axes.set(title=title, xlabel=x, ylabel=y)
+        axes.xaxis.get_major_locator().set_params(integer=True)  # steps and loops are counted
         yield canvas, Panel(axes)
 
 

@@ -33,11 +33,11 @@ def named(runs: Sequence[Run], run: Run, what: str) -> str:
 
 def loss_curves(runs: Sequence[Run]) -> Figure | None:
     with panel("Loss over training", "nats per token") as (canvas, p):
-        trends = []
+        at_start = 0.0
         for i, run in enumerate(runs):
             steps, losses = column(run.train, "loss")
             trend = smooth(losses, len(losses) // SMOOTH_FRACTION)
-            trends.append(trend)
+            at_start = max(at_start, float(trend[0]) if len(trend) else 0.0)
             p.line(steps, losses, color=color_of(i), faint=True)
             label = named(runs, run, "training, smoothed")
             p.line(steps, trend, label, color=color_of(i), dash=dash_of(i))
@@ -53,8 +53,7 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
             for event in run.events:
                 if event.get("what") in MARKED_EVENTS and isinstance(event.get("step"), int):
                     p.axes.axvline(event["step"], color=color_of(i), linewidth=0.8, alpha=0.4)
-        if not p.is_empty:
-            p.hide_spikes(np.concatenate([trend for trend in trends if len(trend)] or [[]]))
+        p.cut_above(1.5 * at_start)
         return finish(
             canvas,
             p,

@@ -24,8 +24,6 @@ def per_loop(name: str, title: str, unit: str, key: str, look: str) -> Draw:
                     color = color_of(int(is_last)) if len(runs) == 1 else color_of(i)
                     p.line(loops, values, label, color=color, dash=dash_of(i), marked=True)
             p.log_if_wide()
-            if not p.is_empty:
-                p.axes.xaxis.get_major_locator().set_params(integer=True)
             return finish(canvas, p, name, look)
 
     return draw

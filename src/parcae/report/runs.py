@@ -108,11 +108,10 @@ class Run:
 
     @property
     def train_loss(self) -> float:
-        """That of result.json, or the mean of the last tenth of the steps."""
-        final = number(self.value("train_loss"))
+        """That of result.json, or while there is none the mean of the last tenth of the steps."""
         _, losses = column(self.train, "loss")
-        if not math.isnan(final) or not len(losses):
-            return final
+        if self.result is not None or not len(losses):
+            return number(self.value("train_loss"))
         return float(np.mean(losses[-max(1, len(losses) // 10) :]))
 
     def typical(self, key: str) -> float:

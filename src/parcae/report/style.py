@@ -36,9 +36,9 @@ table.text td:last-child { overflow-wrap: anywhere; }
 .tables { display: flex; flex-wrap: wrap; gap: 20px 48px; }
 .tables > .scroll { max-width: 100%; }
 .figures, .samples { display: grid; gap: 20px 28px;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); }
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
 .samples { gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); }
-figure { margin: 0; }
+figure { margin: 0; max-width: 660px; }
 figure img { width: 100%; height: auto; display: block; }
 .sample { background: var(--tint); border: 1px solid var(--line); border-radius: 8px;
   padding: .7rem .9rem; }
