@@ -1,0 +1,30 @@
+"""`parcae report`: one page about one run, or several compared."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "report", help="write a self-contained page about one run, or several compared"
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run")
+    parser.add_argument(
+        "--out", type=Path, help="folder (default: RUN/report, or out/report for several)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from parcae import console
+    from parcae.report.page import write_report
+    from parcae.report.runs import read_runs
+
+    runs = read_runs(arguments.runs)
+    several = Path("out/report")
+    out = arguments.out or (arguments.runs[0] / "report" if len(runs) == 1 else several)
+    path = write_report(runs, out)
+    console.out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0

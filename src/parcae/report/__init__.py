@@ -1,0 +1,1 @@
+"""One self-contained page from one or several runs."""

@@ -1,0 +1,279 @@
+"""The page: one HTML file that needs no other, and its figures beside it as PNG.
+
+write_report(read_runs(["out/a", "out/b"]), "out/report")  ->  out/report/report.html
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from parcae.files import atomic_path, write_text
+from parcae.report.canvas import Figure, color_of
+from parcae.report.figures import TRAINING
+from parcae.report.loop_figures import LOOP
+from parcae.report.runs import Measured, Run
+from parcae.report.series import number
+from parcae.report.style import CSS
+from parcae.report.text import (
+    NONE,
+    decimal,
+    duration,
+    flatten,
+    percent,
+    plain_value,
+    short,
+    table,
+    whole,
+)
+
+SHOWN_EVENTS = 50
+NOTHING_ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""The browser itself refuses whatever the page would fetch or run."""
+
+
+def write_report(runs: Sequence[Run], out: str | Path) -> Path:
+    out = Path(out)
+    training = [figure for draw in TRAINING if (figure := draw(runs))]
+    loop = [figure for draw in LOOP if (figure := draw(runs))]
+    for figure in (*training, *loop):
+        with atomic_path(out / f"{figure.name}.png") as temporary:
+            temporary.write_bytes(figure.png)
+    write_text(out / "report.html", page(runs, training, loop))
+    return out / "report.html"
+
+
+def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]) -> str:
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    sections = [
+        headlines(runs),
+        _section("Training", _figures(training)),
+        _section("Inside the loop", _figures(loop)),
+        _section("Samples", samples(runs)),
+        _section("Events", events(runs)),
+        _section("What differs between the recipes", differences(runs)),
+        _section("Everything", details(runs)),
+    ]
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{NOTHING_ALLOWED}">
+<link rel="icon" href="data:,">
+<title>{escape(title)} – Parcae report</title>
+<style>{CSS}</style>
+</head>
+<body>
+<main>
+<h1>{escape(title)}</h1>
+{"".join(_introduction(i, run, len(runs)) for i, run in enumerate(runs))}
+{"".join(sections)}</main>
+</body>
+</html>
+"""
+
+
+def summary(run: Run) -> str:
+    """A run in one line."""
+    last = run.validations[-1].depths if run.validations else {}
+    at = [
+        f"{decimal(last[depth].loss, 3)} at T = {depth}"
+        for depth in dict.fromkeys((run.nominal_depth, 1))
+        if depth in last
+    ]
+    parts = [
+        describe_model(run),
+        f"{short(run.parameters)} parameters",
+        f"{short(run.amount('tokens'))} tokens",
+        f"validation loss {', '.join(at)}" if at else "not validated",
+        duration(run.amount("seconds")),
+    ]
+    return " · ".join(part for part in parts if not part.startswith(NONE))
+
+
+def describe_model(run: Run) -> str:
+    config = run.config
+    if config is None:
+        return "a model this version does not know"
+    if config.architecture == "transformer":
+        return f"Transformer, {config.layers} layers, width {config.width}"
+    layers = f"{config.prelude_layers}+{config.core_layers}+{config.coda_layers} layers"
+    mean = f"{config.loop.mean_loops:g} loops"
+    return f"looped ({config.injection}), {layers}, width {config.width}, {mean}"
+
+
+def headlines(runs: Sequence[Run]) -> str:
+    def row(name: str, cells: Sequence[str]) -> list[str]:
+        return [name, *cells]
+
+    final = [run.validations[-1].depths if run.validations else {} for run in runs]
+    nominal = [one.get(run.nominal_depth or 0) for one, run in zip(final, runs, strict=True)]
+    rows = [
+        row("Status", [run.status for run in runs]),
+        row("Parameters", [whole(run.parameters) for run in runs]),
+        row("Steps", [whole(run.amount("steps")) for run in runs]),
+        row("Tokens", [short(run.amount("tokens")) for run in runs]),
+        row("FLOPs, nominal", [short(run.amount("flops")) for run in runs]),
+        row("FLOPs, executed", [short(run.amount("executed_flops")) for run in runs]),
+        row("Time", [duration(run.amount("seconds")) for run in runs]),
+        row("Tokens per second, median", [short(run.typical("tokens_per_second")) for run in runs]),
+        row("Share of the device's peak", [percent(run.typical("peak_fraction")) for run in runs]),
+        row("Training loss", [decimal(run.train_loss) for run in runs]),
+        row("Depth in use, T", [whole(run.nominal_depth or math.nan) for run in runs]),
+        row("Validation loss there", [_field(one, "loss") for one in nominal]),
+        row("Perplexity there", [_field(one, "perplexity") for one in nominal]),
+        row("Bits per byte there", [_field(one, "bits_per_byte") for one in nominal]),
+        row("Validation loss at T = 1", [_field(one.get(1), "loss") for one in final]),
+        row("Skipped steps", [_counted(run, "skipped_steps", "skipped") for run in runs]),
+        row("Spikes", [_counted(run, "spikes", "spike") for run in runs]),
+        row("Device", [plain_value(run.value("device")) for run in runs]),
+        row("Seed", [_seed(run) for run in runs]),
+    ]
+    kept = [cells for cells in rows if any(cell != NONE for cell in cells[1:])]
+    names = [run.name for run in runs] if len(runs) > 1 else [""]
+    notes = "".join(
+        f'<p class="note" role="note"><b>{escape(run.name)}:</b> {escape(str(diagnosis))}</p>\n'
+        for run in runs
+        if (diagnosis := run.value("diagnosis"))
+    )
+    return f"{notes}<h2>In numbers</h2>\n{table(['', *names], kept)}{_validations(runs)}"
+
+
+def _validations(runs: Sequence[Run]) -> str:
+    parts = []
+    for run in runs:
+        if not run.validations:
+            continue
+        last = run.validations[-1]
+        rows = [
+            [str(depth), *(_field(one, key) for key in ("loss", "perplexity", "bits_per_byte"))]
+            for depth, one in last.depths.items()
+        ]
+        head = ["Loops T", "Loss", "Perplexity", "Bits per byte"]
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        parts.append(table(head, rows, f"{name}validation after step {whole(last.step)}"))
+    joined = f'<div class="tables">{"".join(parts)}</div>\n'
+    return f"<h3>Validation by depth</h3>\n{joined}" if parts else ""
+
+
+def samples(runs: Sequence[Run]) -> str:
+    """Side by side under each prompt: every depth of every run."""
+    prompts: dict[str, list[tuple[str, str]]] = {}
+    for run in runs:
+        listed = run.value("samples")
+        for sample in listed if isinstance(listed, list) else ():
+            if isinstance(sample, dict):
+                depth = f"T = {plain_value(sample.get('depth'))}"
+                label = f"{run.name}, {depth}" if len(runs) > 1 else depth
+                prompt = str(sample.get("prompt") or "")
+                prompts.setdefault(prompt, []).append((label, str(sample.get("text") or "")))
+    return "".join(
+        f"<h3>“{escape(prompt)}”</h3>\n"
+        '<div class="samples">'
+        + "".join(
+            f'<div class="sample"><span class="soft">{escape(label)}</span>'
+            f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre></div>\n"
+            for label, text in texts
+        )
+        + "</div>\n"
+        for prompt, texts in prompts.items()
+    )
+
+
+def events(runs: Sequence[Run]) -> str:
+    parts = []
+    for run in runs:
+        rows = [
+            [whole(number(e.get("step"))), str(e.get("what", "")), str(e.get("message") or "")]
+            for e in run.events
+        ]
+        if rows:
+            more = len(rows) - SHOWN_EVENTS
+            rest = f", the last {SHOWN_EVENTS} of {len(rows)}" if more > 0 else ""
+            caption = f"{run.name}{rest}" if len(runs) > 1 or rest else ""
+            shown = rows[-SHOWN_EVENTS:]
+            parts.append(table(["Step", "What", "Message"], shown, caption, text=True))
+    return f'<div class="tables">{"".join(parts)}</div>\n' if parts else ""
+
+
+def differences(runs: Sequence[Run]) -> str:
+    """Only the keys whose values are not the same in all recipes."""
+    if len(runs) < 2:
+        return ""
+    flat = [flatten(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    rows = [
+        [key, *(plain_value(one.get(key)) for one in flat)]
+        for key in keys
+        if any(one.get(key) != flat[0].get(key) for one in flat)
+    ]
+    if not rows:
+        return "<p>Nothing: the recipes are the same.</p>\n"
+    return table(["Key", *(run.name for run in runs)], rows)
+
+
+def details(runs: Sequence[Run]) -> str:
+    parts = []
+    for run in runs:
+        name = f" of {run.name}" if len(runs) > 1 else ""
+        parts.append(_details(f"Recipe{name}", f"<pre>{escape(run.recipe_text)}</pre>"))
+        if run.result is not None:
+            shown = {key: value for key, value in run.result.items() if key != "samples"}
+            rows = [[key, plain_value(value)] for key, value in flatten(shown).items()]
+            parts.append(_details(f"Result{name}", table(["Key", "Value"], rows, text=True)))
+    return "".join(parts)
+
+
+def _introduction(index: int, run: Run, count: int) -> str:
+    known = ("finished", "diverged", "interrupted")
+    kind = f" {run.status}" if run.status in known else ""
+    dot = f'<span class="dot" style="background:{color_of(index)}"></span>' if count > 1 else ""
+    name = f"<b>{escape(run.name)}</b> · " if count > 1 else ""
+    return (
+        f'<p class="run">{dot}{name}<span class="badge{kind}">{escape(run.status)}</span> '
+        f"{escape(summary(run))}</p>\n"
+    )
+
+
+def _figures(figures: Sequence[Figure]) -> str:
+    if not figures:
+        return ""
+    drawn = "".join(
+        f'<figure><img alt="{escape(figure.alt)}" '
+        f'src="data:image/png;base64,{base64.b64encode(figure.png).decode()}">'
+        f"<figcaption>{escape(figure.look)}</figcaption></figure>\n"
+        for figure in figures
+    )
+    return f'<div class="figures">\n{drawn}</div>\n'
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section>\n<h2>{escape(title)}</h2>\n{body}</section>\n" if body else ""
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>\n{body}</details>\n"
+
+
+def _field(measured: Measured | None, name: str) -> str:
+    if measured is None:
+        return NONE
+    return decimal(getattr(measured, name), 2 if name == "perplexity" else 4)
+
+
+def _counted(run: Run, key: str, what: str) -> str:
+    """From the result, or counted in the events of a run that has none yet."""
+    if run.result is None:
+        return str(sum(event.get("what") == what for event in run.events))
+    return whole(number(run.value(key)))
+
+
+def _seed(run: Run) -> str:
+    if run.result is not None:
+        return plain_value(run.value("seed"))
+    settings = run.recipe.get("run")
+    return plain_value(settings.get("seed")) if isinstance(settings, dict) else NONE

@@ -1,0 +1,80 @@
+"""Numbers and tables as HTML; whatever comes from a run is escaped here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from parcae import console
+
+NONE = "–"
+
+
+def short(value: float) -> str:
+    return NONE if math.isnan(value) else console.short(value)
+
+
+def whole(value: float) -> str:
+    return NONE if math.isnan(value) else f"{value:,.0f}"
+
+
+def decimal(value: float, digits: int = 4) -> str:
+    return NONE if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def percent(value: float) -> str:
+    return NONE if math.isnan(value) else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return NONE
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {rest} s"
+    return f"{seconds:.3g} s"
+
+
+def plain_value(value: Any) -> str:
+    """A setting or a result as its file spells it."""
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables within tables as dotted keys, in order."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, text: bool = False
+) -> str:
+    """Cells are escaped; the first of each row is its name. Wide tables scroll by themselves."""
+    top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    top = f"<thead><tr>{top}</tr></thead>\n" if any(head) else ""
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>\n"
+        for row in rows
+    )
+    said = f"<caption>{escape(caption)}</caption>" if caption else ""
+    kind = ' class="text"' if text else ""
+    return (
+        f'<div class="scroll" tabindex="0"><table{kind}>{said}{top}'
+        f"<tbody>{body}</tbody></table></div>\n"
+    )

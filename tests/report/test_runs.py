@@ -1,0 +1,94 @@
+"""Reading run folders: what is tolerated, and what is refused with the file and line."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+import fake_runs as fakes
+from parcae.files import FileError
+from parcae.report.runs import read_run, read_runs
+
+ONE = fakes.train_line(1, 1, random.Random(0))
+
+
+def test_lines_by_kind_and_the_final_validation_last(tmp_path):
+    run = read_run(fakes.looped_run(tmp_path / "run", steps=60))
+    assert len(run.train) == 60
+    assert len(run.telemetry) == 10
+    assert [event["what"] for event in run.events] == ["skipped", "spike"]
+    assert [v.step for v in run.validations] == [12, 24, 36, 48, 60]
+    assert run.validations[-1].depths[8].loss == run.result["validation"]["8"]["loss"]
+    assert run.nominal_depth == 8
+    assert run.status == "finished"
+
+
+@pytest.mark.parametrize("tail", ['{"kind":"tr', '{"kind": "event", "message": "\udcc3', "\n\n"])
+def test_the_last_line_may_be_cut_off(tmp_path, tail):
+    folder = fakes.write_run(tmp_path / "run", [ONE, {**ONE, "step": 2}])
+    with (folder / "metrics.jsonl").open("ab") as stream:
+        stream.write(tail.encode("utf-8", "surrogateescape"))
+    run = read_run(folder)
+    assert len(run.train) == 2
+    assert run.result is None
+    assert run.status == "no result yet"
+    assert run.amount("steps") == 2
+    assert run.train_loss == pytest.approx(ONE["loss"])
+    assert run.parameters == 942_848
+
+
+def test_unknown_kinds_and_keys_do_no_harm(tmp_path):
+    lines = [{**ONE, "new": [1, {}]}, {"kind": "weather"}, {"no": "kind"}]
+    assert len(read_run(fakes.write_run(tmp_path / "run", lines)).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [("{nonsense\n", "line 2: not valid JSON"), ("[1, 2]\n", "line 2: not a JSON object")],
+)
+def test_a_broken_line_in_the_middle_is_named(tmp_path, bad, message):
+    folder = fakes.write_run(tmp_path / "run", [ONE], tail=bad + json.dumps(ONE) + "\n")
+    with pytest.raises(FileError, match=message) as caught:
+        read_run(folder)
+    assert "metrics.jsonl" in str(caught.value)
+
+
+def test_folders_that_are_no_runs(tmp_path):
+    with pytest.raises(FileError, match="no such folder"):
+        read_runs([tmp_path / "nowhere"])
+    with pytest.raises(FileError, match="not the folder of a training run"):
+        read_runs([tmp_path])
+    empty = fakes.write_run(tmp_path / "empty", [])
+    with pytest.raises(FileError, match="logged nothing yet"):
+        read_runs([empty])
+    (empty / "recipe.toml").write_text("[model\n")
+    with pytest.raises(FileError, match="not valid TOML"):
+        read_runs([empty])
+    broken = fakes.write_run(tmp_path / "broken", [ONE])
+    (broken / "result.json").write_text('{"status": ')
+    with pytest.raises(FileError, match="not valid JSON"):
+        read_runs([broken])
+
+
+def test_equal_names_are_told_apart_by_their_parents(tmp_path):
+    places = [tmp_path / p for p in ("a/x/demo", "b/x/demo", "a/other", "demo")]
+    for place in places:
+        fakes.write_run(place, [ONE])
+    names = [run.name for run in read_runs([*places, places[0]])]
+    assert names[:3] == ["a/x/demo", "b/x/demo", "other"]
+    assert names[3].endswith("/demo")
+    assert len(set(names)) == len(names) == 4
+
+
+def test_an_unfinished_run_that_was_stopped_says_so(tmp_path):
+    event = {"kind": "event", "step": 1, "what": "interrupted", "message": "ctrl-c"}
+    assert read_run(fakes.write_run(tmp_path / "run", [ONE, event])).status == "interrupted"
+
+
+def test_a_missing_measurement_in_a_result_stays_missing(tmp_path):
+    outcome = fakes.result(1, train_loss=None, tokens=None)
+    run = read_run(fakes.write_run(tmp_path / "run", [ONE], outcome=outcome))
+    assert run.train_loss != run.train_loss
+    assert run.amount("tokens") != run.amount("tokens")
