@@ -80,6 +80,16 @@ def read_toml(path: str | Path) -> Tree:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 
 
+def find_recipe(name: str) -> Path:
+    """A recipe that comes with parcae, from the installed package or from the source tree."""
+    here = Path(__file__).parent
+    places = [folder / f"{name}.toml" for folder in (here / "recipes", here.parents[1] / "recipes")]
+    for place in places:
+        if place.exists():
+            return place
+    raise ConfigError(f"{name}: no recipe of this name comes with parcae.")
+
+
 def write_toml(tree: Mapping[str, Any]) -> str:
     return tomli_w.dumps(tree)
 

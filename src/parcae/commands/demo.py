@@ -1,25 +1,120 @@
-"""`parcae demo`: see in two minutes what looping does."""
+"""`parcae demo`: from nothing to a trained looped model, its report and its text, in minutes."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parcae.experiments.looping import Profile
+
+SHOWN_DEPTHS = (1, 2, 4, 8)
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("demo", help="train a tiny looped model and draw what loops do")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture")
-    parser.add_argument("--steps", type=int, default=400, help="optimiser steps (default 400)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(run=run)
+    parser = subparsers.add_parser(
+        "demo",
+        help="train a small looped model on Python's own library and show what loops do",
+        epilog="Settings of recipes/demo.toml may be changed with --table.key VALUE.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="FOLDER")
+    parser.add_argument("--again", action="store_true", help="train anew, also where a run exists")
+    parser.set_defaults(run=run, takes_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.config import require
-    from parcae.experiments.first_look import first_look
+    from parcae import console
+    from parcae.recipe import find_recipe, merge, parse_flags, read_toml
+    from parcae.report.page import write_report
+    from parcae.report.runs import read_runs
+    from parcae.train.settings import recipe_from_tree
 
-    require(
-        arguments.steps >= 1, "--steps", f"{arguments.steps} is not positive", "Use at least 1."
+    tree = merge(read_toml(find_recipe("demo")), parse_flags(arguments.settings))
+    recipe = recipe_from_tree(tree)
+    folder = arguments.out / "run"
+    console.out.print(
+        "A looped model sends its activations through the same layers again and again.\n"
+        "This trains a small one on the source of Python's standard library, then lets it predict\n"
+        "and write with 1, 2, 4 and 8 loops: the same weights, more computation.\n"
     )
-    first_look(arguments.out, arguments.steps, arguments.seed)
+    result = _train(recipe, folder, arguments.again)
+    if result["status"] != "finished":
+        return 0 if result["status"] == "interrupted" else 1
+    profile, picture = _measure(recipe, folder, arguments.out / "looping.png")
+    report = write_report(read_runs([folder]), arguments.out / "report")
+    _explain(result, profile, picture, report, folder)
     return 0
+
+
+def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
+    """A new run; or on with one that was stopped; or what one that ended came to."""
+    import shutil
+
+    from parcae import console
+    from parcae.files import read_json
+    from parcae.train.folder import RECIPE_FILE, RESULT_FILE, read_recipe
+    from parcae.train.trainer import train
+
+    if again and (folder / RECIPE_FILE).exists():
+        shutil.rmtree(folder)
+    if not (folder / RECIPE_FILE).exists():
+        return train(recipe, folder)
+    if (folder / RESULT_FILE).exists():
+        result = read_json(folder / RESULT_FILE)
+        if result["status"] == "finished":
+            words = f"{folder} holds a finished run, shown again; --again trains anew.\n"
+            console.out.print(words, soft_wrap=True)
+            return result
+    return train(read_recipe(folder), folder, resume=True)
+
+
+def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
+    from typing import cast
+
+    from parcae.experiments.looping import measure, picture
+    from parcae.model.looped import LoopedModel
+    from parcae.model.store import load
+    from parcae.train.corpora import open_corpora
+
+    newest = max((folder / "checkpoints").glob("step-*"))
+    batches = list(open_corpora(recipe, folder).validation(recipe, 16))
+    profile = measure(cast(LoopedModel, load(newest)), batches)
+    return profile, picture(profile, recipe.model.loop.mean_loops, path)
+
+
+def _explain(
+    result: dict[str, Any], profile: Profile, picture: Path, report: Path, folder: Path
+) -> None:
+    from rich.text import Text
+
+    from parcae import console
+
+    rows = [
+        (
+            t,
+            f"{profile.loss[t - 1]:.3f}",
+            f"{profile.residual[t - 1]:.3g}",
+            f"{profile.state_norm[t - 1]:.3g}",
+        )
+        for t in (*SHOWN_DEPTHS, 16)
+    ]
+    columns = ("loops T", "held-out loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
+    console.out.print(console.table("The same weights at several depths", columns, rows))
+    prompt = result["samples"][0]["prompt"] if result["samples"] else ""
+    for sample in result["samples"]:
+        if sample["prompt"] == prompt and sample["depth"] in SHOWN_DEPTHS:
+            console.out.rule(f"{sample['depth']} loops", align="left", style="cyan")
+            console.out.print(Text(prompt, style="bold") + Text(sample["text"], style="default"))
+    console.out.rule(style="cyan")
+    console.out.print(
+        f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
+        f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
+        f"Try next  parcae report {folder}\n"
+        "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
+        "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
+        "          docs/tour.md, docs/training.md",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )

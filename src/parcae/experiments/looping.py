@@ -1,0 +1,91 @@
+"""What looping does to a trained model, in one picture: the same weights at every depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from parcae import draw
+from parcae.config import ModelConfig
+from parcae.evaluate.loss import losses_by_depth
+from parcae.model import create
+from parcae.model.injection import ConcatenationInjection
+from parcae.model.looped import LoopedModel
+
+DEPTHS = tuple(range(1, 17))
+LEARNED_RADIUS = 1.1
+"""Divergent runs of recurrent depth models learn a spectral radius above 1; this is one."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Means over held-out positions after each number of loops."""
+
+    loss: list[float]
+    residual: list[float]
+    state_norm: list[float]
+
+
+@torch.no_grad()
+def measure(model: LoopedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> Profile:
+    losses = losses_by_depth(model, batches, DEPTHS)
+    tokens = batches[0][0]
+    residuals, norms, before = [], [], None
+    for _, h in zip(DEPTHS, model.iterate(tokens, state="zero"), strict=False):
+        moved = h if before is None else h - before
+        residuals.append(moved.norm(dim=-1).mean().item())
+        norms.append(h.norm(dim=-1).mean().item())
+        before = h
+    return Profile([losses[t].loss for t in DEPTHS], residuals, norms)
+
+
+@torch.no_grad()
+def linear_growth(injection: str, loops: int = 64) -> list[float]:
+    """||h_t|| of the loop's linear part alone, for weights a training run could well reach."""
+    width = 64
+    config = ModelConfig(vocab_size=256, width=width, heads=2, context_length=64)
+    model = cast(LoopedModel, create(config, injection=injection, seed=1))
+    part = model.loop.core.injection
+    if isinstance(part, ConcatenationInjection):
+        part.W.mul_(LEARNED_RADIUS / part.spectral_radius())
+    e = torch.randn(1, 1, width, generator=torch.Generator().manual_seed(2))
+    transition, drive = part.prepare(e)
+    h, norms = torch.zeros_like(drive), []
+    for _ in range(loops):
+        h = part.mix(h, transition, drive)
+        norms.append(h.norm().item())
+    return norms
+
+
+def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
+    growth = {name: linear_growth(name) for name in ("diagonal", "addition", "concatenation")}
+    with draw.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
+        left.plot(DEPTHS, profile.loss, marker="o")
+        left.axvline(mean_loops, color="#999999", linestyle=":", linewidth=1.2)
+        words = f"mean in training: {mean_loops:g}"
+        left.text(mean_loops + 0.2, max(profile.loss), words, va="top", fontsize=8.5)
+        left.set(
+            title="Held-out loss falls, then saturates", xlabel="loops T", ylabel="nats per token"
+        )
+
+        middle.plot(DEPTHS, profile.residual, marker="o", label=r"$\|h_T - h_{T-1}\|$")
+        middle.plot(DEPTHS, profile.state_norm, marker="o", label=r"$\|h_T\|$")
+        middle.set(title="The state settles", xlabel="loops T", yscale="log")
+        middle.legend()
+
+        labels = {
+            "diagonal": "diagonal (Parcae): stable",
+            "addition": "addition: marginally stable",
+            "concatenation": f"concatenation, ρ = {LEARNED_RADIUS}: unstable",
+        }
+        for name, norms in growth.items():
+            right.plot(range(1, len(norms) + 1), norms, label=labels[name])
+        right.set(title=r"Linear part alone: $\|h_T\|$", xlabel="loops T", yscale="log")
+        right.legend(fontsize=8.5, loc="upper left")
+        right.set_ylim(top=30 * max(map(max, growth.values())))
+        return draw.save(canvas, path)
