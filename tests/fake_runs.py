@@ -67,7 +67,7 @@ def telemetry_line(step: int, steps: int, noise: random.Random) -> dict[str, Any
         "readout_norm": 1 + 0.7 * progress,
         "readout_expansion": 0.6 + 0.1 * progress,
         "prelude_norms": [3 + progress, 5 + 2 * progress, 8.0],
-        "first_loop_norms": [9.0, 11 + progress, 12 + 2 * progress],
+        "first_loop_norms": [9.0, 11 + progress],
     }
 
 

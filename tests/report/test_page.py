@@ -8,10 +8,14 @@ import random
 import re
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 
 import fake_runs as fakes
 from parcae.cli import main
+from parcae.presets import PRESETS
+from parcae.report.canvas import panel
+from parcae.report.loop_figures import block_names
 from parcae.report.page import write_report
 from parcae.report.runs import read_runs
 from parcae.report.text import flatten
@@ -191,3 +195,24 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert "nowhere: no such folder" in message
+
+
+def test_losses_before_a_divergence_stay_visible():
+    with panel("title", "y") as (_, drawn):
+        y = np.array([8.0, 5, 3, 1e5, 1e6])
+        drawn.line(np.arange(5.0), y)
+        drawn.cut_above(12)
+        low, high = drawn.axes.get_ylim()
+    assert high == 12
+    assert 2 < low < 3
+
+
+def test_blocks_are_named_after_the_model():
+    config = PRESETS["parcae-1m"]
+    inside = ["injection", "core 1"]
+    assert block_names(config, 2, 2) == ["prelude 1", "prelude norm", *inside]
+    assert block_names(config, 3, 2) == ["embedding", "prelude 1", "prelude norm", *inside]
+    plain = PRESETS["rdm-350m"]
+    assert block_names(plain, 3, 0) == ["embedding", "prelude 1", "prelude 2"]
+    assert block_names(None, 2, 2) == ["prelude 1", "prelude 2", *inside]
+    assert block_names(config, 0, 0) == []

@@ -105,8 +105,10 @@ class Panel:
 
     def cut_above(self, limit: float) -> None:
         """Cut the axis, and say so, where a few values would press everything else flat."""
-        if not self.is_empty and max(float(values.max()) for values in self.values) > 2 * limit > 0:
-            self.axes.set_ylim(top=limit)
+        drawn = np.concatenate(self.values) if self.values else np.zeros(1)
+        if drawn.max() > 2 * limit > 0:
+            low = float(drawn.min())
+            self.axes.set_ylim(low - 0.05 * (limit - low), limit)
             note = {"ha": "right", "va": "top", "fontsize": 8, "color": "#5b6770"}
             self.axes.text(
                 0.99, 0.99, "higher values are cut off", transform=self.axes.transAxes, **note
@@ -117,7 +119,7 @@ class Panel:
 def panel(title: str, y: str, x: str = "step") -> Iterator[tuple[Any, Panel]]:
     with draw.figure(width=4.8, height=3.5) as (canvas, axes):
         axes.set(title=title, xlabel=x, ylabel=y)
-        axes.xaxis.get_major_locator().set_params(integer=True)  # steps and loops are counted
+        axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         yield canvas, Panel(axes)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from parcae.config import ModelConfig
 from parcae.report.canvas import Figure, color_of, dash_of, finish, panel
 from parcae.report.figures import Draw, over_training, several_over_training
 from parcae.report.runs import Line, Run
@@ -39,7 +40,7 @@ def block_norms(runs: Sequence[Run]) -> Figure | None:
                     numbers(line.get("prelude_norms")),
                     numbers(line.get("first_loop_norms")),
                 )
-                names = _block_names(run, len(prelude), len(first))
+                names = block_names(run.config, len(prelude), len(first))
                 places = max(places, names, key=len)
                 color = color_of(int(is_last)) if len(runs) == 1 else color_of(i)
                 values = np.concatenate((prelude, first))
@@ -57,11 +58,14 @@ def block_norms(runs: Sequence[Run]) -> Figure | None:
         )
 
 
-def _block_names(run: Run, prelude: int, first: int) -> list[str]:
-    normed = bool(run.config and run.config.prelude_norm) and prelude > 0
-    blocks = [f"prelude {i}" for i in range(1, prelude + 1 - normed)]
+def block_names(config: ModelConfig | None, prelude: int, first: int) -> list[str]:
+    """Where norms were taken; a log may or may not begin with that of the embedding."""
+    normed = bool(config and config.prelude_norm) and prelude > 0
+    embedded = config is not None and prelude - normed > config.prelude_layers
+    blocks = [f"prelude {i}" for i in range(1, prelude + 1 - normed - embedded)]
     inside = ["injection", *(f"core {i}" for i in range(1, first))] if first else []
-    return [*blocks, *(["prelude norm"] if normed else []), *inside]
+    before = ["embedding"] if embedded else []
+    return [*before, *blocks, *(["prelude norm"] if normed else []), *inside]
 
 
 def _first_and_last(runs: Sequence[Run], run: Run) -> list[tuple[Line, str, bool]]:
@@ -121,9 +125,10 @@ LOOP: tuple[Draw, ...] = (
             "transition_norm": "A, transition",
             "input_norm": "B, input",
             "readout_norm": "C, readout",
-            "readout_expansion": "expansion by C",
+            "readout_expansion": "growth by C",
         },
-        "Matrices into, within and out of the loop; one that grows alone is the one to watch.",
+        "Matrices into, within and out of the loop, and how much longer or shorter C makes the "
+        "state; one that grows alone is the one to watch.",
         telemetry=True,
     ),
     block_norms,
