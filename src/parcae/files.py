@@ -47,8 +47,12 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
+    write_text(path, to_json(value))
+
+
+def to_json(value: Any) -> str:
     """Strict JSON: a NaN is refused, since most readers would choke on it."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def read_json(path: str | Path) -> Any:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parcae.config import ModelConfig
-from parcae.files import FileError, atomic_path, read_json, write_json
+from parcae.files import FileError, atomic_path, flush, read_json, to_json
 from parcae.model import build
 from parcae.model.frame import LanguageModel
 from parcae.recipe import build as build_config
@@ -30,12 +30,20 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def save(model: LanguageModel, folder: str | Path) -> Path:
-    """Write a model's configuration and weights; each file is whole or absent."""
+    """Write a model's configuration and weights; each file is whole or absent.
+
+    Both are on the disk before the first takes its name, so that a kill in between, which would
+    pair the files of two models, has only an instant to happen.
+    """
     folder = Path(folder)
     weights = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    with atomic_path(folder / WEIGHTS_FILE) as temporary:
-        save_file(weights, temporary, metadata={"format": "pt"})
-    write_json(folder / CONFIG_FILE, header(model.config))
+    with (
+        atomic_path(folder / WEIGHTS_FILE) as new_weights,
+        atomic_path(folder / CONFIG_FILE) as new_config,
+    ):
+        save_file(weights, new_weights, metadata={"format": "pt"})
+        flush(new_weights)
+        new_config.write_text(to_json(header(model.config)), encoding="utf-8")
     return folder
 
 
