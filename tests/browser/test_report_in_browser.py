@@ -1,0 +1,66 @@
+"""The report as a browser shows it: nothing fetched, every picture drawn, no overflow on a phone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+import fake_runs
+from parcae.report.page import write_report
+from parcae.report.runs import read_runs
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine"),
+]
+PROBE = """
+<script>addEventListener("load", () => {
+  const broken = [...document.images].filter(i => !i.complete || i.naturalWidth === 0).length;
+  const wide = document.documentElement.scrollWidth - innerWidth;
+  document.title = `images ${document.images.length} broken ${broken} overflow ${wide}`;
+})</script>
+"""
+
+
+def title_in_browser(page, width, tmp_path):
+    """What a script in the page finds, as the title of the page it leaves."""
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900",
+        "--virtual-time-budget=5000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return re.search(r"<title>(.*?)</title>", shown.stdout, re.DOTALL).group(1)
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_every_picture_is_drawn_and_nothing_overflows(width, tmp_path):
+    folder = fake_runs.looped_run(tmp_path / "run")
+    page = write_report(read_runs([folder]), tmp_path / "report")
+    html = page.read_text()
+    assert "Content-Security-Policy" in html
+    # The page itself forbids scripts; for the probe alone they are allowed.
+    probed = re.sub(r"<meta[^>]*Content-Security-Policy[^>]*>", "", html).replace(
+        "</body>", PROBE + "</body>"
+    )
+    copy = tmp_path / "probed.html"
+    copy.write_text(probed)
+    found = title_in_browser(copy, width, tmp_path)
+    images, broken, overflow = map(int, re.findall(r"-?\d+", found))
+    assert images >= 10
+    assert broken == 0
+    assert overflow <= 0
