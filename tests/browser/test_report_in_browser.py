@@ -1,4 +1,4 @@
-"""The report as a browser shows it: nothing fetched, every picture drawn, no overflow on a phone."""
+"""The report as a browser shows it: every picture is drawn and nothing overflows on a phone."""
 
 from __future__ import annotations
 
