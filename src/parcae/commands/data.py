@@ -197,7 +197,7 @@ def _register_download(actions: Any) -> None:
         "name", metavar="NAME", help="such as fineweb-edu-10bt, or owner/name:folder"
     )
     parser.add_argument("--out", required=True, metavar="FOLDER")
-    parser.add_argument("--revision", default="main", metavar="NAME")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--first-files", type=int, metavar="N", help="only the first N files")
     parser.set_defaults(run=run_download)
 
