@@ -116,9 +116,9 @@ def sha256(path: str | Path) -> str:
 def exclusive(folder: str | Path) -> Iterator[None]:
     """Hold `folder` against other processes; the lock goes with the process, even a killed one."""
     folder = Path(folder)
-    if folder.is_file():
-        raise FileError(f"{folder}: a file, not a folder. Choose another name.")
     with writing(folder):
+        if folder.is_file():
+            raise FileError(f"{folder}: a file, not a folder. Choose another name.")
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / ".lock").open("a+")
     with stream:
