@@ -66,3 +66,41 @@ def test_a_folder_is_held_by_one_process(tmp_path):
         assert result.returncode != 0
         assert f"another process ({os.getpid()})" in result.stderr
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_a_sealed_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
+    path = tmp_path / "record.json"
+    files.write_sealed(path, {"parts": [{"tokens": 12}], "name": "x"})
+    assert files.read_sealed(path, "Start anew.") == {"parts": [{"tokens": 12}], "name": "x"}
+    text = path.read_text()
+    for other in (text.replace("12", "13"), text.replace("name", "nome"), "[1]", "{}", text[:-9]):
+        path.write_text(other)
+        with pytest.raises(FileError, match=r"record\.json: (changed since|not valid JSON)"):
+            files.read_sealed(path, "Start anew.")
+
+
+def test_a_folder_that_cannot_be_held_is_a_clear_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match="a file, not a folder"), files.exclusive(tmp_path / "file"):
+        pass
+    below = tmp_path / "file" / "below"
+    with pytest.raises(FileError, match="could not be written"), files.exclusive(below):
+        pass
+    monkeypatch.setattr(os, "getpid", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
+    full = tmp_path / "full"
+    with (
+        pytest.raises(FileError, match=r"could not.*No space left"),
+        files.exclusive(full),
+    ):
+        pass
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    for read in (files.sha256, files.read_json):
+        with pytest.raises(FileError, match="no such file"):
+            read(tmp_path / "missing")
+        with pytest.raises(FileError, match="cannot be read"):
+            read(tmp_path)
+    (tmp_path / "long.json").write_text("9" * 5000)
+    with pytest.raises(FileError, match="not valid JSON"):
+        files.read_json(tmp_path / "long.json")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,10 +18,23 @@ from rich.progress import (
 )
 from rich.table import Table
 
-out = Console()
-err = Console(stderr=True)
-
 T = TypeVar("T")
+
+
+class WideConsole(Console):
+    """A pipe or a file has no width, so nothing is wrapped or cut there."""
+
+    @property
+    def size(self) -> ConsoleDimensions:
+        return super().size if self.is_terminal else ConsoleDimensions(10_000, 25)
+
+    @size.setter
+    def size(self, new_size: tuple[int, int]) -> None:
+        Console.size.fset(self, new_size)  # type: ignore[attr-defined]
+
+
+out = WideConsole()
+err = WideConsole(stderr=True)
 
 
 @contextmanager
@@ -45,12 +58,15 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """First column to the left, the others to the right: names, then numbers."""
+    """First column to the left, the others to the right: names, then numbers.
+
+    Where a terminal is too narrow, cells go on in the next line: a number is never cut off.
+    """
     view = Table(
         title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD
     )
     for index, name in enumerate(columns):
-        view.add_column(name, justify="left" if index == 0 else "right", no_wrap=True)
+        view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         view.add_row(*(str(cell) for cell in row))
     return view

@@ -18,6 +18,34 @@ class FileError(OSError):
     """A file that cannot be used. The message names it and says what to do."""
 
 
+class WriteError(FileError):
+    """The disk or the folder did not take what was written; the work itself is not at fault."""
+
+
+@contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """What the system says against writing, as an error that names the file."""
+    try:
+        yield
+    except FileError:
+        raise
+    except OSError as error:
+        raise WriteError(f"{path}: could not be written ({error.strerror or error}).") from error
+
+
+@contextlib.contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """What the system says against reading, as an error that names the file."""
+    try:
+        yield
+    except FileError:
+        raise
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file.") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror or error}).") from None
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; on success it is flushed to disk and takes its name.
@@ -27,15 +55,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        flush(temporary)
-        temporary.replace(path)
-        flush(path.parent)
-    except FileError:
-        raise
-    except OSError as error:
-        raise FileError(f"{path}: could not be written ({error.strerror or error}).") from error
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            flush(temporary)
+            temporary.replace(path)
+            flush(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -58,18 +83,34 @@ def to_json(value: Any) -> str:
 def read_json(path: str | Path) -> Any:
     path = Path(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileError(f"{path}: no such file.") from None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        with reading(path):
+            return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid JSON ({error}). Is it truncated?") from None
+
+
+def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
+    """A JSON object with a checksum of its own content in the field `seal`."""
+    write_json(path, {**value, "seal": _seal(value)})
+
+
+def read_sealed(path: str | Path, remedy: str) -> dict[str, Any]:
+    """What `write_sealed` wrote, or an error: no key needs a check of its own after this."""
+    value = read_json(path)
+    seal = value.pop("seal", None) if isinstance(value, dict) else None
+    if seal is None or seal != _seal(value):
+        raise FileError(f"{path}: changed since it was written, or not ours. {remedy}")
+    return value
+
+
+def _seal(value: dict[str, Any]) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def sha256(path: str | Path) -> str:
     digest = hashlib.sha256()
-    with Path(path).open("rb") as stream:
+    with reading(path), Path(path).open("rb") as stream:
         while chunk := stream.read(CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
@@ -79,8 +120,12 @@ def sha256(path: str | Path) -> str:
 def exclusive(folder: str | Path) -> Iterator[None]:
     """Hold `folder` against other processes; the lock goes with the process, even a killed one."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as stream:
+    with writing(folder):
+        if folder.is_file():
+            raise FileError(f"{folder}: a file, not a folder. Choose another name.")
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / ".lock").open("a+")
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,9 +133,10 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             raise FileError(
                 f"{folder}: another process{owner} is using it. Wait for it, or use another folder."
             ) from None
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
+        with writing(folder):
+            stream.truncate(0)
+            stream.write(str(os.getpid()))
+            stream.flush()
         yield
 
 

@@ -70,6 +70,35 @@ def test_a_text_too_small_for_the_vocabulary(
     assert "give it more text, or ask for fewer" in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_exchanged_tokenizer_is_noticed(folder: Path, tmp_path: Path) -> None:
+    source, field = folder / "texts.jsonl", ("--text-field", "body")
+    run("tokenizer", "train", source, "--size", "300", "--out", tmp_path / "t.json", *field)
+    options = ("--tokenizer", tmp_path / "t.json", "--out", tmp_path / "out")
+    with pytest.raises(ConfigError, match="--validation-fraction: means nothing beside"):
+        both = ("--validation", source, "--validation-fraction", "0.1")
+        run("data", "prepare", source, *options, *field, *both)
+    run("data", "prepare", source, *options, *field)
+    run("tokenizer", "train", source, "--size", "259", "--out", tmp_path / "s.json", *field)
+    (tmp_path / "out/tokenizer.json").write_bytes((tmp_path / "s.json").read_bytes())
+    for verify in ((), ("--verify",)):
+        with pytest.raises(FileError, match="not the tokenizer of these shards"):
+            run("data", "inspect", tmp_path / "out", "--context", "32", *verify)
+
+
+def test_no_table_is_cut_off_in_a_pipe(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, field = folder / "texts.jsonl", ("--text-field", "body")
+    names = [tmp_path / f"a-rather-long-folder/tokenizer-number-{i}.json" for i in range(3)]
+    for name in names:
+        run("tokenizer", "train", source, "--size", "280", "--out", name, *field)
+    capsys.readouterr()
+    run("tokenizer", "eval", *names, *(("--on", source) * 4), *field)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    assert "a-rather-long-folder/tokenizer-number-2" in printed
+
+
 def test_a_dataset_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a dataset"):
         run("data", "download", "fineweb", "--out", tmp_path)

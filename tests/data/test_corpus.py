@@ -147,8 +147,18 @@ def test_not_utf8_is_an_error_or_replaced(tmp_path: Path, name: str) -> None:
         ("a.txt", b"", r"a\.txt: empty\. Remove it"),
         ("a.jsonl", b"\n \n", r"no document in it"),
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"line 2: not a JSON record"),
-        ("a.jsonl", b'["a"]', r"line 1: a record is an object, not list"),
-        ("a.jsonl", b'{"text": 5}', r"line 1: 'text' is not text but int"),
+        (
+            "a.jsonl",
+            b'["a"]',
+            r'line 1: a record is an object, not list.*\{"text": "..."\} on a line',
+        ),
+        (
+            "a.jsonl",
+            b'{"text": 5, "body": "x"}',
+            r"line 1: 'text' is not text but int.*--text-field: body",
+        ),
+        ("a.jsonl", b'{"text": ["x"]}', r"line 1: 'text' is not text but list. Nothing else"),
+        ("a.jsonl", b'{"id": ' + b"9" * 5000 + b"}", r"line 1: not a JSON record"),
         ("a.parquet", b"PAR1 no", r"a\.parquet: damaged, or not Parquet"),
         ("a.pdf", b"%PDF", r"a\.pdf: its suffix says nothing.*\.jsonl"),
     ],
@@ -179,9 +189,88 @@ def test_a_truncated_parquet_file(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_text(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "a.parquet")
-    with pytest.raises(FileError, match="column 'text' is not text but int64"):
+    pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
+    with pytest.raises(FileError, match=r"column 'text' is not text but int64.*-field: body"):
         texts_of(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.large_string(),
+        pa.binary(),
+        pa.large_binary(),
+        pa.string_view(),
+        pa.binary_view(),
+        pa.dictionary(pa.int32(), pa.string()),
+        pa.dictionary(pa.int8(), pa.large_string()),
+    ],
+    ids=str,
+)
+def test_every_kind_of_text_column(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array(["first", "zwei 🙂", None, "first"]).cast(
+        kind.value_type if isinstance(kind, pa.DictionaryType) else kind
+    )
+    if isinstance(kind, pa.DictionaryType):
+        column = column.dictionary_encode().cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert texts_of(tmp_path / "a.parquet") == ["first", "zwei 🙂", "", "first"]
+
+
+def test_repetitive_zstandard_is_unpacked_piece_by_piece(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(zstandard.compress(b" " * (1 << 28)))
+    assert path.stat().st_size < 1 << 14
+    with readers._open(path) as (stream, _):
+        assert len(stream.read(1)) == 1
+        assert len(stream.raw._output) <= 1 << 24  # type: ignore[attr-defined]
+
+
+def test_a_zstandard_window_beyond_what_we_give(tmp_path: Path) -> None:
+    settings = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    path = tmp_path / "a.jsonl.zst"
+    with (
+        path.open("wb") as file,
+        zstandard.ZstdCompressor(compression_params=settings).stream_writer(file) as stream,
+    ):
+        stream.write(b'{"text": "abc"}\n')
+    with pytest.raises(FileError, match=r"window is above 128 MiB.*--long=27"):
+        texts_of(path)
+
+
+def test_folders_of_globs_links_and_hidden_files(tmp_path: Path) -> None:
+    for name in ("g/a/1.jsonl", "g/b/2.jsonl", "g/3.jsonl", "elsewhere/4.jsonl", "g/.5.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_records(tmp_path / name, [name])
+    (tmp_path / "g/nothing").mkdir()
+
+    def found(source: Path | str) -> list[str]:
+        return [file.path.name for file in find_files([source])]
+
+    assert found(f"{tmp_path}/g/*/") == ["1.jsonl", "2.jsonl"]
+    assert found(f"{tmp_path}/g/*") == ["3.jsonl", "1.jsonl", "2.jsonl"]
+    (tmp_path / "g/link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere/back").symlink_to(tmp_path / "g")
+    assert found(tmp_path / "g") == ["3.jsonl", "1.jsonl", "2.jsonl", "4.jsonl"]
+    (tmp_path / "g/gone.jsonl").symlink_to(tmp_path / "missing")
+    with pytest.raises(FileError, match=r"gone\.jsonl: no such file"):
+        found(tmp_path / "g")
+
+
+def test_what_the_system_will_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_records(tmp_path / "a.jsonl", ["text"])
+    files = find_files([path])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(FileError, match=r"a\.jsonl: cannot be read \(Permission denied"):
+            list(read_documents(files, Reading()))
+    monkeypatch.setattr("os.scandir", refuse)
+    with pytest.raises(FileError, match=r"cannot be read \(Permission denied"):
+        find_files([tmp_path])
 
 
 def test_records_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +288,8 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         find_files([tmp_path])
     with pytest.raises(FileError, match="no source was named"):
         find_files([])
+    with pytest.raises(FileError, match="a source without a name"):
+        find_files([""])
     with pytest.raises(ConfigError, match="not a regular expression"):
         Reading(document_start="(")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import random
 import threading
@@ -11,12 +12,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from parcae.config import ConfigError
 from parcae.data import hub
 from parcae.data.corpus import find_files
+from parcae.data.encoding import Preparation
 from parcae.data.hub import RemoteFile, download, resolve
+from parcae.data.prepare import prepare
+from parcae.data.tokenizer import train
 from parcae.files import FileError
 
 COMMIT = "c0ffee" + "0" * 34
@@ -33,6 +39,9 @@ class SmallHub(ThreadingHTTPServer):
         """Each transfer takes one number from here and breaks after so many bytes."""
         self.damage: set[str] = set()
         self.ignores_ranges = False
+        self.instead: bytes | None = None
+        """What a login page in between sends for every file."""
+        self.states_lengths = True
         self.requests: list[tuple[str, str | None]] = []
 
     @property
@@ -81,6 +90,9 @@ class Routes(BaseHTTPRequestHandler):
     def send_file(self, name: str) -> None:
         asked = self.headers.get("Range")
         self.server.requests.append((name, asked))
+        if self.server.instead is not None:
+            self.answer(200, self.server.instead)
+            return
         data = self.server.files[name]
         if name in self.server.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
@@ -93,7 +105,8 @@ class Routes(BaseHTTPRequestHandler):
     def answer(self, status: int, data: bytes, drop: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
+        if self.server.states_lengths:
+            self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data[:drop])
 
@@ -109,8 +122,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
     chance = random.Random(1)
     for number in range(3):
         small.files[f"sample/10BT/{number}.parquet"] = chance.randbytes(50_000 + number)
-    small.files["sample/10BT/few.jsonl"] = b'{"text": "kept inside git"}\n'
     small.files["sample/10BT/README.md"] = b"not a document"
+    small.files["sample/10BT/dataset_infos.json"] = b'{"default": {}}'
+    small.files["sample/10BT/LICENSE.txt"] = b"not a document either"
+    small.files["notes/few.jsonl"] = b'{"text": "kept inside git"}\n'
+    small.files["notes/dataset_infos.json"] = b'{"default": {}}'
+    small.files["notes/empty.jsonl"] = b""
     thread = threading.Thread(target=small.serve_forever, daemon=True)
     thread.start()
     yield small
@@ -118,8 +135,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
     small.server_close()
 
 
-def fetch(server: SmallHub, folder: Path, **options: object) -> hub.Dataset:
-    name = f"{REPOSITORY}:sample/10BT"
+def fetch(
+    server: SmallHub, folder: Path, inside: str = "sample/10BT", **options: object
+) -> hub.Dataset:
+    name = f"{REPOSITORY}:{inside}"
     return download(name, folder, endpoint=server.endpoint, **options)  # type: ignore[arg-type]
 
 
@@ -129,7 +148,7 @@ def here(folder: Path) -> dict[str, bytes]:
 
 
 def documents(server: SmallHub) -> dict[str, bytes]:
-    return {name: data for name, data in server.files.items() if not name.endswith(".md")}
+    return {name: data for name, data in server.files.items() if name.endswith(".parquet")}
 
 
 def test_all_files_arrive_once(server: SmallHub, tmp_path: Path) -> None:
@@ -146,9 +165,20 @@ def test_all_files_arrive_once(server: SmallHub, tmp_path: Path) -> None:
     asked = len(server.requests)
     fetch(server, tmp_path)
     assert len(server.requests) == asked
-    assert {file.path.name for file in find_files([tmp_path / "sample"])} == {
+    assert {file.path.name for file in find_files([tmp_path])} == {
         Path(name).name for name in documents(server)
     }
+
+
+def test_what_was_downloaded_can_be_prepared(server: SmallHub, tmp_path: Path) -> None:
+    for number in range(3):
+        sink = io.BytesIO()
+        texts = [f"document {number} {i}" for i in range(20)]
+        pq.write_table(pa.table({"text": texts}), sink)
+        server.files[f"sample/10BT/{number}.parquet"] = sink.getvalue()
+    fetch(server, tmp_path / "downloaded")
+    work = Preparation(find_files([tmp_path / "downloaded"]), train(["document 0 1 2"], 270))
+    assert prepare(work, tmp_path / "shards")["totals"]["train"]["documents"] == 60
 
 
 def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
@@ -190,13 +220,48 @@ def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path:
     assert here(tmp_path) == documents(server)
 
 
-@pytest.mark.parametrize("name", ["sample/10BT/1.parquet", "sample/10BT/few.jsonl"])
+@pytest.mark.parametrize("name", ["sample/10BT/1.parquet", "notes/few.jsonl"])
 def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, name: str) -> None:
+    inside = str(Path(name).parent)
     server.damage.add(name)
     with pytest.raises(FileError, match=r"does not have the checksum it states"):
-        fetch(server, tmp_path)
+        fetch(server, tmp_path, inside)
     assert not (tmp_path / name).exists()
     server.damage.clear()
+    fetch(server, tmp_path, inside)
+    assert (tmp_path / name).read_bytes() == server.files[name]
+
+
+def test_a_file_damaged_here_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
+    fetch(server, tmp_path)
+    path = tmp_path / "sample/10BT/1.parquet"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    server.requests.clear()
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+    assert server.requests == [("sample/10BT/1.parquet", None)]
+
+
+@pytest.mark.parametrize("states_lengths", [True, False])
+@pytest.mark.parametrize("size", [19, 49_999, 200_000])
+def test_a_login_page_in_between(
+    server: SmallHub, tmp_path: Path, states_lengths: bool, size: int
+) -> None:
+    """It ends after a few attempts, and what was here before is not lost."""
+    server.drop_after = [20_000]
+    server.states_lengths = states_lengths
+
+    def log_out(_file: RemoteFile, bytes_here: int) -> None:
+        if bytes_here >= 20_000 and server.instead is None:
+            server.instead = b"x" * size
+
+    with pytest.raises(FileError, match=r"0\.parquet"):
+        fetch(server, tmp_path, report=log_out)
+    assert len(server.requests) <= 3 * hub.ATTEMPTS
+    if size == 19 or states_lengths:
+        partial = tmp_path / "sample/10BT/.0.parquet.partial"
+        assert partial.read_bytes() == server.files["sample/10BT/0.parquet"][:20_000]
+    server.instead = None
     fetch(server, tmp_path)
     assert here(tmp_path) == documents(server)
 
@@ -238,3 +303,17 @@ def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path / "texts")
     with pytest.raises(FileError, match=r"already holds someone/texts:sample/10BT"):
         download(REPOSITORY, tmp_path / "texts", endpoint=server.endpoint)
+    with pytest.raises(FileError, match=r"already holds revision main \(c0ffee"):
+        fetch(server, tmp_path / "texts", revision="v2")
+    fetch(server, tmp_path / "texts", revision="main")
+    for count in (0, -1):
+        with pytest.raises(ConfigError, match=f"first_files: {count} is not positive"):
+            fetch(server, tmp_path / "none", first_files=count)
+    (tmp_path / "texts" / hub.RECORD).write_text("{}")
+    with pytest.raises(FileError, match=r"changed since it was written.*Delete it; the files here"):
+        fetch(server, tmp_path / "texts")
+
+
+def test_one_kind_of_file_is_fetched_and_no_metadata(server: SmallHub, tmp_path: Path) -> None:
+    assert [file.path for file in fetch(server, tmp_path / "a").files] == sorted(documents(server))
+    assert [f.path for f in fetch(server, tmp_path / "b", "notes").files] == ["notes/few.jsonl"]

@@ -124,6 +124,8 @@ def test_mistakes_are_named():
         inspect(random_documents(), None, 31, -1)
     with pytest.raises(ConfigError, match="do not fill one row"):
         inspect(words("a"), None, 31)
+    with pytest.raises(ConfigError, match=r"context: no block of 16,384 documents fills a row"):
+        inspect(InMemoryDocuments([[BOS, 1]] * 70_000), None, 60_000)
 
 
 @pytest.mark.parametrize("longest", [2, 3, 7, 60, 1000])

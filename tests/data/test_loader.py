@@ -380,6 +380,17 @@ def test_a_row_beyond_its_block_is_refused():
         next(Loader(two_sources(), config(), state=state))
 
 
+@pytest.mark.parametrize("number", [np.float64, np.float32, np.int64, int])
+def test_weights_of_any_library_leave_the_state_plain(number):
+    sources = [Source(corpus(), number(2), "a"), Source(corpus(), number(1), "b")]
+    plain = [Source(corpus(), 2.0, "a"), Source(corpus(), 1.0, "b")]
+    with Loader(sources, config()) as loader:
+        next(loader)
+        state = json.loads(json.dumps(loader.state_dict()))
+    with Loader(plain, config(), state=state) as loader:
+        assert loader.step == 1
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -389,6 +400,15 @@ def test_a_row_beyond_its_block_is_refused():
         (lambda: config(block_documents=0), "data.block_documents"),
         (lambda: config(prefetch=-1), "data.prefetch"),
         (lambda: config(packing="worst-fit"), "data.packing"),
+        (lambda: config(context_length=16.0), "data.context_length: 16.0 has the wrong type"),
+        (lambda: config(context_length="a"), "data.context_length: 'a' has the wrong type"),
+        (lambda: config(global_batch=True), "data.global_batch: True has the wrong type"),
+        (lambda: config(seed=None), "data.seed: None has the wrong type"),
+        (lambda: config(prefetch=1.5), "data.prefetch: 1.5 has the wrong type"),
+        (lambda: Loader([Source(corpus(), True)], config()), "weight"),
+        (lambda: Loader([Source(corpus(), "1")], config()), "weight"),
+        (lambda: next(validation_batches(corpus(), 0, 4)), "context_length"),
+        (lambda: next(validation_batches(corpus(), -3, 4)), "context_length"),
         (lambda: Loader([], config()), "data.sources"),
         (lambda: Loader([Source(corpus()), Source(corpus())], config()), "same name"),
         (lambda: Loader([Source(corpus(), 0.0)], config()), "weight"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gzip
 import json
 import os
 import random
@@ -20,60 +19,41 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from preparing import (
+    FRACTION,
+    Stopped,
+    contents,
+    documents_of,
+    small_texts,
+    small_tokenizer,
+    work_on,
+    write_source,
+    write_sources,
+)
 
 from parcae.config import ConfigError
 from parcae.data import prepare as module
 from parcae.data.corpus import find_files, split_of
-from parcae.data.encoding import Preparation, tokenise
+from parcae.data.encoding import tokenise
 from parcae.data.prepare import Update, prepare
 from parcae.data.shards import Shards, ShardWriter
 from parcae.data.tokenizer import Tokenizer, train
 from parcae.files import FileError, exclusive
 
-FRACTION = 0.2
-
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(["some text to learn from, and some more text " * 20], 300)
+    return small_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    chance = random.Random(7)
-    words = ["loop", "state", "depth", "prelude", "coda", "\n", "42", "🙂", "<|bos|>"]
-    documents = [" ".join(chance.choices(words, k=chance.randint(1, 60))) for _ in range(300)]
-    documents[::50] = [""] * 6
-    return documents
-
-
-def write_source(path: Path, texts: list[str]) -> Path:
-    path.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in texts).encode()))
-    return path
+    return small_texts()
 
 
 @pytest.fixture
 def source(tmp_path: Path, texts: list[str]) -> Path:
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_source(folder / "a.jsonl.gz", texts[:200])
-    write_source(folder / "b.jsonl.gz", texts[200:])
-    return folder
-
-
-def work_on(source: Path, tokenizer: Tokenizer, **settings: object) -> Preparation:
-    defaults = {"validation_fraction": FRACTION, "shard_tokens": 2000}
-    return Preparation(find_files([source]), tokenizer, **{**defaults, **settings})  # type: ignore[arg-type]
-
-
-def documents_of(folder: Path, split: str) -> list[list[int]]:
-    shards = Shards.open(folder, split, verify=True)  # type: ignore[arg-type]
-    return [shards.tokens(number).tolist() for number in range(len(shards.lengths))]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Everything but the lock, which names the process that held it."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
+    return write_sources(tmp_path / "source", texts)
 
 
 def plain_loop(tokenizer: Tokenizer, texts: list[str], split: str) -> list[list[int]]:
@@ -153,10 +133,6 @@ def test_validation_files_are_held_out_wherever_else_they_stand(
     assert manifest["skipped"] == {"empty": 6, "held_out": dropped}
 
 
-class Stopped(BaseException):
-    """As near to a kill as one process gets: nobody catches it."""
-
-
 @pytest.mark.parametrize("explicit_validation", [False, True])
 def test_stopped_at_every_write_it_goes_on(
     tmp_path: Path,
@@ -173,20 +149,20 @@ def test_stopped_at_every_write_it_goes_on(
     work = work_on(source, tokenizer, **settings)
     prepare(work, tmp_path / "whole")
     expected = contents(tmp_path / "whole")
-    original = module.write_json
+    original = module.write_sealed
     for record_first in (False, True):  # stopped just before, and just after, a part is recorded
         folder = tmp_path / f"stopped-{record_first}"
         stops = 0
         while True:
             stop = stop_at(1 if record_first else 2, record_first, original)
-            monkeypatch.setattr(module, "write_json", stop)
+            monkeypatch.setattr(module, "write_sealed", stop)
             try:
                 prepare(work, folder)
                 break
             except Stopped:
                 stops += 1
                 assert stops < 100
-        monkeypatch.setattr(module, "write_json", original)
+        monkeypatch.setattr(module, "write_sealed", original)
         assert stops >= (len(json.loads(expected["manifest.json"])["shards"]["train"]) - 1)
         assert contents(folder) == expected
 
@@ -194,7 +170,7 @@ def test_stopped_at_every_write_it_goes_on(
 def stop_at(
     write: int, record_first: bool, original: Callable[[Path, Any], None]
 ) -> Callable[[Path, Any], None]:
-    """`write_json` that stops the run at a write of the progress."""
+    """`write_sealed` that stops the run at a write of the progress."""
     seen = 0
 
     def stop(path: Path, value: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
@@ -16,8 +15,10 @@ from hypothesis import strategies as st
 from parcae.config import ConfigError
 from parcae.data import shards as module
 from parcae.data.shards import FORMAT, HEAD, Shards, plain_record, shard_writer
-from parcae.files import FileError
+from parcae.data.tokenizer import train
+from parcae.files import FileError, write_sealed
 
+TOKENIZER = train(["text"], 260)
 OWNER = hashlib.sha256(b"this preparation").hexdigest()
 
 
@@ -33,13 +34,17 @@ def write_folder(
             for document in documents:
                 writer.add(np.array(document, dtype), text_bytes=2 * len(document))
         records += map(plain_record, done)
+    TOKENIZER.save(folder / "tokenizer.json")
+    (folder / "sources.json").write_text("[]")
     manifest = {
         "format": FORMAT,
         "preparation": owner,
         "dtype": dtype,
+        "tokenizer": {"sha256": TOKENIZER.sha256},
+        "sources_sha256": hashlib.sha256(b"[]").hexdigest(),
         "shards": {"train": records, "validation": []},
     }
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_sealed(folder / "manifest.json", manifest)
     return folder
 
 
@@ -133,23 +138,54 @@ def test_foreign_and_missing_shards(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="damaged"):
         Shards.open(folder)
     (folder / "train-00001.shard").unlink()
-    with pytest.raises(FileError, match="missing, though the manifest lists it"):
+    with pytest.raises(FileError, match=r"train-00001\.shard: damaged: missing"):
         Shards.open(folder)
 
 
 def test_folders_that_hold_no_shards(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="not a finished preparation"):
         Shards.open(tmp_path)
-    with pytest.raises(FileError, match="no document for validation"):
+    with pytest.raises(FileError, match=r"no document for validation.*a larger --validation-"):
         Shards.open(folder, "validation")
     with pytest.raises(ConfigError, match="split: 'test' is not one of"):
         Shards.open(folder, "test")  # type: ignore[arg-type]
-    (folder / "manifest.json").write_text("{}")
+    with pytest.raises(FileError, match=r"tokenizer\.json: a file\. Name a folder"):
+        Shards.open(folder / "tokenizer.json")
+    with pytest.raises(FileError, match=r"no document for train.*a smaller --validation-fraction"):
+        Shards.open(write_folder(tmp_path / "empty", [], "<u2"))
+    write_sealed(folder / "manifest.json", {"format": "another"})
     with pytest.raises(FileError, match="not a manifest"):
         Shards.open(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(FileError, match="not valid JSON"):
         Shards.open(folder)
+
+
+def test_every_flipped_bit_of_the_manifest_is_noticed(folder: Path) -> None:
+    path = folder / "manifest.json"
+    data = path.read_bytes()
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 7
+        path.write_bytes(flipped)
+        try:
+            intact = Shards.open(folder).tokens(0).tolist() == [0, 5, 6]
+        except FileError:
+            continue
+        assert intact
+        assert chr(data[place]).isspace()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "sources.json"])
+def test_what_lies_beside_the_shards_is_verified(folder: Path, name: str) -> None:
+    Shards.open(folder, verify=True)
+    data = (folder / name).read_text()
+    (folder / name).write_text(data.replace('"id": 1', '"id": 4') if "tok" in name else "[1]")
+    with pytest.raises(FileError, match=rf"{name}: damaged.*prepare the corpus again"):
+        Shards.open(folder, verify=True)
+    if name == "tokenizer.json":
+        with pytest.raises(FileError, match="not the tokenizer of these shards"):
+            Shards.open(folder).tokenizer()
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,11 @@ def test_budget() -> None:
     assert list(within_budget(texts, 100, 3)) == ["aaa", "bbb", "ccc"]
     assert list(within_budget(texts, 5, 3)) == ["aaa", "bb"]
     assert list(within_budget(texts, 4, 0)) == ["aaaa"]
+    for characters in (float("nan"), float("inf"), -5, 0):
+        with pytest.raises(ConfigError, match=r"characters: .* is not a budget"):
+            within_budget(texts, characters, 0)
+    with pytest.raises(ConfigError, match="document_cap: -5 is negative"):
+        within_budget(texts, 100, -5)
 
 
 def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
@@ -189,6 +194,59 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(FileError, match="not a tokenizer"):
         Tokenizer.load(tmp_path / "bad.json")
+
+    (tmp_path / "empty.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    with pytest.raises(FileError, match=r"empty\.json: .*its vocabulary is empty"):
+        Tokenizer.load(tmp_path / "empty.json")
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(FileError, match=r"vocab\.json: no such file"):
+        Tokenizer.load(folder)
+    for broken in ("{", "[1]", '{"a": 0}'):
+        (folder / "vocab.json").write_text(broken)
+        with pytest.raises(FileError, match=r"gpt2: vocab\.json and merges\.txt do not fit"):
+            Tokenizer.load(folder)
+
+
+def test_a_tokenizer_that_cannot_be_read(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    tokenizer.save(tmp_path / "t.json")
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(FileError, match=r"t\.json: cannot be read \(Permission denied\)"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_limits_of_other_programs_do_not_apply(tokenizer: Tokenizer) -> None:
+    plain = tokenizers.Tokenizer.from_str(tokenizer.content)
+    plain.enable_truncation(5)
+    plain.enable_padding(length=64)
+    limited = Tokenizer(plain.to_str())
+    text = "a text of more than five tokens, and fewer than sixty-four"
+    assert limited.encode(text) == tokenizer.encode(text)
+    assert limited.encode(text, allow_special=True) == tokenizer.encode(text)
+    assert [d.tolist() for d in limited.encode_documents(["a", text])] == [
+        d.tolist() for d in tokenizer.encode_documents(["a", text])
+    ]
+
+
+@pytest.mark.parametrize("foreign", ["normalizer", "added token", "prefix space"])
+def test_only_what_splits_as_ours_is_cut(tokenizer: Tokenizer, foreign: str) -> None:
+    plain = tokenizers.Tokenizer.from_str(tokenizer.content)
+    tree = json.loads(tokenizer.content)
+    if foreign == "normalizer":
+        plain.normalizer = tokenizers.normalizers.Replace("y z", "Q")  # type: ignore[assignment]
+    elif foreign == "added token":
+        plain.add_tokens(["y z"])
+    if foreign == "prefix space":
+        tree["pre_tokenizer"]["pretokenizers"][1]["add_prefix_space"] = True
+        plain = tokenizers.Tokenizer.from_str(json.dumps(tree))
+    text = "y z" * 40_000
+    assert Tokenizer(plain.to_str()).encode(text) == plain.encode(text).ids
 
 
 def test_gpt2_layout_and_comparison(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
+from parcae.config import require
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from parcae.data.readers import Reading
 
 SECONDS_BETWEEN_LINES = 10.0
+VALIDATION_FRACTION = 0.005
 
 
 def register(subparsers: Any) -> None:
@@ -90,7 +92,6 @@ def _register_prepare(actions: Any) -> None:
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        default=0.005,
         metavar="SHARE",
         help="share of the documents to hold out (default: 0.005)",
     )
@@ -111,11 +112,18 @@ def run_prepare(arguments: argparse.Namespace) -> int:
     from parcae.data.prepare import Update, prepare
     from parcae.data.tokenizer import Tokenizer
 
+    fraction = arguments.validation_fraction
+    require(
+        fraction is None or not arguments.validation,
+        "--validation-fraction",
+        "means nothing beside --validation, which names all that is held out",
+        "Leave one of them out.",
+    )
     work = Preparation(
         files=find_files(arguments.sources),
         tokenizer=Tokenizer.load(arguments.tokenizer),
         validation_files=find_files(arguments.validation) if arguments.validation else (),
-        validation_fraction=arguments.validation_fraction,
+        validation_fraction=VALIDATION_FRACTION if fraction is None else fraction,
         shard_tokens=arguments.shard_tokens,
         reading=reading(arguments),
     )
@@ -171,7 +179,6 @@ def _register_inspect(actions: Any) -> None:
 def run_inspect(arguments: argparse.Namespace) -> int:
     from parcae.data.inspect import inspect
     from parcae.data.shards import Shards
-    from parcae.data.tokenizer import Tokenizer
 
     shards = Shards.open(arguments.folder, arguments.split)
     if arguments.verify:
@@ -179,7 +186,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
             pass
         words = f"{arguments.folder}: every checksum of {arguments.split} is right."
         console.out.print(words, soft_wrap=True)
-    tokenizer = Tokenizer.load(arguments.folder)
+    tokenizer = shards.tokenizer()
     inspect(
         shards,
         tokenizer.decode,
@@ -197,7 +204,7 @@ def _register_download(actions: Any) -> None:
         "name", metavar="NAME", help="such as fineweb-edu-10bt, or owner/name:folder"
     )
     parser.add_argument("--out", required=True, metavar="FOLDER")
-    parser.add_argument("--revision", default="main", metavar="NAME")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
     parser.add_argument("--first-files", type=int, metavar="N", help="only the first N files")
     parser.set_defaults(run=run_download)
 

@@ -66,7 +66,7 @@ def run_train(arguments: argparse.Namespace) -> int:
                 yield document.text
 
         tokenizer = train(
-            within_budget(texts(), int(arguments.characters), arguments.document_cap),
+            within_budget(texts(), arguments.characters, arguments.document_cap),
             arguments.size,
             on_merge=lambda: show("merging", total),
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from parcae.data import readers
 from parcae.data.readers import Reading
-from parcae.files import FileError
+from parcae.files import FileError, reading
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -37,10 +38,13 @@ class SourceFile:
     name: str
     path: Path
     format: readers.Format
+    folder: Path | None = None
+    """The folder that was named as a source, where the file was found in one."""
 
     @property
     def bytes(self) -> int:
-        return self.path.stat().st_size
+        with reading(self.path):
+            return self.path.stat().st_size
 
 
 class Position(NamedTuple):
@@ -115,31 +119,76 @@ def split_of(text: str, validation_fraction: float) -> Split:
 def _expand(source: str | Path) -> list[SourceFile]:
     if source == BUILTIN:
         return _standard_library()
+    if not str(source).strip():
+        raise FileError("a source without a name. Name a file, a folder or a glob, or `builtin`.")
     path = Path(source)
-    if path.is_dir():
-        names = sorted(p for p in path.rglob("*") if p.is_file() and readers.format_of(p))
-        if not names:
-            raise FileError(f"{path}: no file to read in this folder. {_readable()}")
-        return [_source_file(p, f"{path.name}/{p.relative_to(path).as_posix()}") for p in names]
-    if path.is_file():
-        return [_source_file(path, path.name)]
-    matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
-    files = [p for p in matches if p.is_file()]
+    with reading(path):
+        if path.is_dir():
+            return _files_of(path)
+        if path.is_file():
+            return [_source_file(path, path.name)]
+        matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
+    files = [file for match in matches for file in _expand_match(match)]
     if files:
-        return [_source_file(p, p.name) for p in files]
+        return files
     raise FileError(
         f"{source}: no such file, folder or glob. For a dataset of the Hugging Face hub, "
         "run `parcae data download` first and name its folder here."
     )
 
 
-def _source_file(path: Path, name: str) -> SourceFile:
+def _expand_match(path: Path) -> list[SourceFile]:
+    """A folder among the matches is read like one that was named; one with nothing to read is not
+    what was meant."""
+    with reading(path):
+        if not path.is_dir():
+            return [_source_file(path, path.name)]
+        return _files_of(path) if _readable_below(path) else []
+
+
+def _files_of(folder: Path) -> list[SourceFile]:
+    paths = _readable_below(folder)
+    if not paths:
+        raise FileError(f"{folder}: no file to read in this folder. {_readable()}")
+    return [
+        _source_file(p, f"{folder.name}/{p.relative_to(folder).as_posix()}", folder) for p in paths
+    ]
+
+
+def _readable_below(folder: Path) -> list[Path]:
+    """By name. Links to folders are followed, each folder once; what is hidden, such as the record
+    of a download, is not a document."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+
+    def visit(here: Path) -> None:
+        if (real := here.resolve()) in seen:
+            return
+        seen.add(real)
+        with reading(here):
+            entries = sorted(os.scandir(here), key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            path = here / entry.name
+            with reading(path):
+                if entry.is_dir():
+                    visit(path)
+                elif readers.format_of(path):
+                    found.append(path)
+
+    visit(folder)
+    return sorted(found)
+
+
+def _source_file(path: Path, name: str, folder: Path | None = None) -> SourceFile:
     format = readers.format_of(path)
     if format is None:
         raise FileError(f"{path}: its suffix says nothing we can read. {_readable()}")
-    if path.stat().st_size == 0:
+    file = SourceFile(name, path, format, folder)
+    if file.bytes == 0:
         raise FileError(f"{path}: empty. Remove it from the sources.")
-    return SourceFile(name, path, format)
+    return file
 
 
 def _readable() -> str:

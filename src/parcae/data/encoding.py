@@ -34,6 +34,8 @@ from parcae.data.tokenizer import Tokenizer
 
 BATCH_CHARACTERS = 1 << 20
 CHARACTERS_AHEAD = 3 << 20
+DOCUMENT_CHARACTERS = 200
+"""Charged for each document beside its text: what Python keeps for one, however short."""
 IN_MEMORY_TOKENS = 1 << 26
 
 
@@ -82,7 +84,11 @@ class Preparation:
 
     @property
     def source_bytes(self) -> int:
-        return sum(file.bytes for stage in self.stages for file in stage.files)
+        return sum(file.bytes for file in self.all_files)
+
+    @property
+    def all_files(self) -> tuple[SourceFile, ...]:
+        return (*self.validation_files, *self.files)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -123,7 +129,8 @@ def tokenise(
                     "memory. Write them to disk with `parcae data prepare`."
                 )
     if not documents:
-        raise ConfigError(f"the corpus has no document for {split}. Raise validation_fraction.")
+        remedy = "Raise" if split == "validation" else "Lower"
+        raise ConfigError(f"the corpus has no document for {split}. {remedy} validation_fraction.")
     return InMemoryDocuments(documents)
 
 
@@ -155,7 +162,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     characters = 0
     for document in documents:
         batch.append(document)
-        characters += len(document.text)
+        characters += len(document.text) + DOCUMENT_CHARACTERS
         del document
         if characters >= BATCH_CHARACTERS:
             yield batch
@@ -190,4 +197,4 @@ def _map_ahead(
 
 
 def _characters(batch: list[Document]) -> int:
-    return sum(len(document.text) for document in batch)
+    return sum(len(document.text) + DOCUMENT_CHARACTERS for document in batch)

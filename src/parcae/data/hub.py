@@ -2,9 +2,10 @@
 
     download("fineweb-edu-10bt", "data/fineweb-edu-10bt")
 
-The first run fixes the revision and the list of files in `download.json`; later runs fetch what
-is missing, byte range by byte range, so that an interrupted download of any size goes on where
-it was and never mixes two revisions. A file has its name only once its checksum is right.
+The first run fixes the revision and the list of files in `.download.json`; later runs check what
+is here and fetch the rest, byte range by byte range, so that an interrupted download of any size
+goes on where it was and never mixes two revisions. A file has its name only once its checksum is
+right.
 
 We fetch the bytes ourselves because `hf_hub_download` starts an interrupted file anew.
 """
@@ -21,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from parcae.config import ConfigError
-from parcae.data.readers import format_of
-from parcae.files import FileError, atomic_path, exclusive, read_json, write_json
+from parcae.config import ConfigError, require
+from parcae.data.readers import Format, format_of
+from parcae.files import FileError, atomic_path, exclusive, read_sealed, write_sealed, writing
 from parcae.recipe import suggest
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -33,7 +34,9 @@ NAMES = {
     "fineweb-edu-350bt": f"{FINEWEB_EDU}:sample/350BT",
     "huginn": "tomg-group-umd/huginn-dataset",
 }
-RECORD = "download.json"
+RECORD = ".download.json"
+PREFERRED: tuple[Format, ...] = ("parquet", "json-lines", "text")
+NOT_DOCUMENTS = {"dataset_infos.json", "dataset_info.json", "license.txt", "readme.txt"}
 CHUNK_BYTES = 1 << 20
 ATTEMPTS = 5
 RETRY_SECONDS = 0.5
@@ -61,6 +64,8 @@ class Dataset:
 
     repository: str
     folder: str
+    revision: str
+    """The name that was asked for when the commit was fixed."""
     commit: str
     files: tuple[RemoteFile, ...]
 
@@ -77,22 +82,29 @@ def download(
     name: str,
     folder: str | Path,
     *,
-    revision: str = "main",
+    revision: str | None = None,
     first_files: int | None = None,
     endpoint: str | None = None,
     report: Report = lambda _file, _bytes: None,
 ) -> Dataset:
     """Fetch a dataset, or its first few files, into `folder`; run it again to go on.
 
-    `endpoint` is a mirror of the hub; the environment's HF_ENDPOINT if it is left out.
+    `revision` is what the folder holds if it is left out, and `main` in a new folder. `endpoint` is
+    a mirror of the hub; the environment's HF_ENDPOINT if it is left out.
     """
     folder = Path(folder)
     repository, inside = resolve(name)
+    require(
+        first_files is None or first_files >= 1,
+        "first_files",
+        f"{first_files} is not positive",
+        "Use at least 1, or leave it out for all.",
+    )
     with exclusive(folder):
-        dataset = _pinned(folder, repository, inside)
+        dataset = _pinned(folder, repository, inside, revision)
         if dataset is None:
-            dataset = _list(repository, inside, revision, endpoint)
-            write_json(folder / RECORD, asdict(dataset))
+            dataset = _list(repository, inside, revision or "main", endpoint)
+            write_sealed(folder / RECORD, asdict(dataset))
         for file in dataset.files[:first_files]:
             url = _url(dataset, file, endpoint)
             _fetch_whole(url, file, folder / file.path, report)
@@ -110,16 +122,21 @@ def resolve(name: str) -> tuple[str, str]:
     return repository, inside.strip("/")
 
 
-def _pinned(folder: Path, repository: str, inside: str) -> Dataset | None:
+def _pinned(folder: Path, repository: str, inside: str, revision: str | None) -> Dataset | None:
     path = folder / RECORD
     if not path.exists():
         return None
-    record = read_json(path)
+    record = read_sealed(path, "Delete it; the files here are checked and kept.")
     files = tuple(RemoteFile(**file) for file in record.pop("files"))
     dataset = Dataset(files=files, **record)
     if (dataset.repository, dataset.folder) != (repository, inside):
         raise FileError(
             f"{folder}: already holds {dataset.repository}:{dataset.folder}. Choose another folder."
+        )
+    if revision not in (None, dataset.revision, dataset.commit):
+        raise FileError(
+            f"{folder}: already holds revision {dataset.revision} ({dataset.commit[:12]}), and two "
+            "are never mixed. Choose another folder, or leave --revision out."
         )
     return dataset
 
@@ -139,13 +156,14 @@ def _list(repository: str, inside: str, revision: str, endpoint: str | None) -> 
         (
             RemoteFile(e.path, e.size, e.lfs.sha256 if e.lfs else None, e.blob_id)
             for e in entries
-            if format_of(Path(e.path))
+            if e.size and Path(e.path).name.lower() not in NOT_DOCUMENTS
         ),
         key=lambda file: file.path,
     )
-    if not files:
-        raise FileError(f"{repository}:{inside}: no file with documents there. Check the folder.")
-    return Dataset(repository, inside, commit, tuple(files))
+    for wanted in PREFERRED:  # beside Parquet, JSON and text only describe a dataset
+        if chosen := tuple(file for file in files if format_of(Path(file.path)) == wanted):
+            return Dataset(repository, inside, revision, commit, chosen)
+    raise FileError(f"{repository}:{inside}: no file with documents there. Check the folder.")
 
 
 def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
@@ -162,11 +180,12 @@ def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
 
 def _fetch_whole(url: str, file: RemoteFile, target: Path, report: Report) -> None:
     """One file, verified; an interrupted one goes on, a damaged one is fetched once more."""
-    if target.exists() and target.stat().st_size == file.bytes:
+    if target.exists() and _is_intact(target, file):
         report(file, file.bytes)
         return
     partial = target.with_name(f".{target.name}.partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    with writing(target):
+        partial.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(2):
         _fetch(url, file, partial, report)
         if _is_intact(partial, file):
@@ -181,25 +200,32 @@ def _fetch_whole(url: str, file: RemoteFile, target: Path, report: Report) -> No
 
 
 def _fetch(url: str, file: RemoteFile, partial: Path, report: Report) -> None:
-    """Append what is missing, with a few attempts as long as the connection breaks."""
+    """Append what is missing; give up after a few attempts in a row that brought nothing."""
     idle_attempts = 0
-    while True:
-        here = partial.stat().st_size if partial.exists() else 0
+    while (here := _size(partial)) < file.bytes:
         report(file, here)
-        if here >= file.bytes:
-            return
+        problem = Unreachable(f"{file.path}: the hub sent less than the file. Try again later.")
         try:
             with _clear_errors(file.path):
                 _append(url, file, partial, here, report)
-        except Unreachable:
-            grown = partial.exists() and partial.stat().st_size > here
-            idle_attempts = 0 if grown else idle_attempts + 1
-            if idle_attempts >= ATTEMPTS:
-                raise
-            time.sleep(RETRY_SECONDS * 2**idle_attempts)
+        except Unreachable as error:
+            problem = error
+        if (now := _size(partial)) >= file.bytes:
+            break
+        idle_attempts = 0 if now > here else idle_attempts + 1
+        if idle_attempts >= ATTEMPTS:
+            raise problem
+        time.sleep(RETRY_SECONDS * 2**idle_attempts)
+    report(file, file.bytes)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _append(url: str, file: RemoteFile, partial: Path, here: int, report: Report) -> None:
+    """One request. A server that ignores ranges sends all anew, and what is here is passed over,
+    so that no answer, be it a login page, costs what was already fetched."""
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
@@ -207,18 +233,37 @@ def _append(url: str, file: RemoteFile, partial: Path, here: int, report: Report
         headers["Range"] = f"bytes={here}-"
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
         hf_raise_for_status(response)
-        goes_on = response.status_code == 206
-        here = here if goes_on else 0
-        with partial.open("ab" if goes_on else "wb") as stream:
+        known = 0 if response.status_code == 206 else here
+        _check_answer(file, here - known, response)
+        with writing(partial):
+            stream = partial.open("ab")
+        with stream:
             for chunk in response.iter_bytes(CHUNK_BYTES):
-                _write(stream, chunk, partial)
-                here += len(chunk)
+                new = chunk[known:][: file.bytes - here]
+                known = max(0, known - len(chunk))
+                _write(stream, new, partial)
+                here += len(new)
                 report(file, here)
 
 
-def _write(stream: IO[bytes], chunk: bytes, path: Path) -> None:
+def _check_answer(file: RemoteFile, start: int, response: Any) -> None:
+    """It is the file from `start` on, as far as its headers tell."""
+    length, span = (response.headers.get(f"Content-{name}") for name in ("Length", "Range"))
+    if span is not None:
+        right = span.startswith(f"bytes {start}-") and span.endswith(f"/{file.bytes}")
+    else:
+        right = length in (None, str(file.bytes - start))
+    if not right:
+        raise Unreachable(
+            f"{file.path}: what came is not the file ({span or f'{length} bytes'} instead of "
+            f"{file.bytes - start:,} bytes). Is a login page or a proxy in between? What is here "
+            "is kept."
+        )
+
+
+def _write(stream: IO[bytes], data: bytes, path: Path) -> None:
     try:
-        stream.write(chunk)
+        stream.write(data)
         stream.flush()
     except OSError as error:
         raise FileError(

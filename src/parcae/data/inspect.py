@@ -154,24 +154,13 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
 
     edges = _length_bins(lengths)
     with figure(width=7.4, height=3.9) as (canvas, axes):
-        for name, weights, colour, side, quantile in (
-            ("documents", np.ones(len(lengths)), PALETTE[0], "right", 0.2),
-            ("tokens", lengths.astype(float), PALETTE[1], "left", 0.85),
+        for name, weights, colour in (
+            ("documents", np.ones(len(lengths)), PALETTE[0]),
+            ("tokens", lengths.astype(float), PALETTE[1]),
         ):
-            share = np.histogram(lengths, edges, weights=weights)[0] / weights.sum()
-            heights = 100 * share
+            heights = 100 * np.histogram(lengths, edges, weights=weights)[0] / weights.sum()
             axes.stairs(heights, edges, fill=True, color=colour, alpha=0.22)
-            axes.stairs(heights, edges, color=colour, linewidth=1.8)
-            bin_there = int(np.searchsorted(np.cumsum(share), quantile))
-            axes.annotate(
-                name,
-                (edges[bin_there + (side == "left")], heights[bin_there]),
-                xytext=(6 if side == "left" else -6, 4),
-                textcoords="offset points",
-                ha=side,
-                color=colour,
-                weight="bold",
-            )
+            axes.stairs(heights, edges, color=colour, linewidth=1.8, label=name)
         axes.axvline(row_tokens, color="#333333", linewidth=1.2, linestyle=(0, (4, 3)))
         left, right = min(edges[0], row_tokens / 2), max(edges[-1], row_tokens * 2)
         middle = np.sqrt(left * right)
@@ -192,6 +181,9 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
         axes.set_xlabel("tokens in the document")
         axes.set_ylabel("% in each bin")
         axes.grid(axis="x", visible=False)
+        axes.legend(  # above the axes, where no bar can be
+            loc="lower right", bbox_to_anchor=(1, 1.075), ncols=2, borderaxespad=0, borderpad=0
+        )
         long = lengths > row_tokens
         axes.set_title(f"{len(lengths):,} documents, {console.short(lengths.sum())} tokens", pad=22)
         axes.annotate(
@@ -231,6 +223,12 @@ def _sampled(plan: SourcePlan) -> range:
 def _packing_figures(plan: SourcePlan) -> PackingFigures:
     blocks = [plan.block(0, block) for block in _sampled(plan)]
     rows = sum(block.rows for block in blocks)
+    require(
+        rows > 0,
+        "context",
+        f"no block of {plan.block_documents:,} documents fills a row of {plan.capacity:,} tokens",
+        "Use a shorter one; the loader can take larger blocks.",
+    )
     everything = sum(block.all_tokens for block in blocks)
     packed = sum(block.packed_tokens for block in blocks)
     return PackingFigures(

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from parcae.config import ConfigError, require
+from parcae.config import ConfigError, check_positive, check_types, require
 from parcae.data.documents import Documents, SplitDocuments
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
 from parcae.data.plan import PlannedStep, Position, SourcePlan, SourcePosition, plan_steps
@@ -50,17 +51,10 @@ class LoaderConfig:
     """Batches made ahead in a background thread; 0 makes each when it is asked for."""
 
     def __post_init__(self) -> None:
-        for name in ("context_length", "global_batch", "buffer", "block_documents"):
-            value = getattr(self, name)
-            require(value >= 1, f"data.{name}", f"{value} is not positive", "Use at least 1.")
+        check_types(self, "data.")
+        check_positive(self, "data.", "context_length", "global_batch", "buffer", "block_documents")
         require(
             self.prefetch >= 0, "data.prefetch", f"{self.prefetch} is negative", "Use 0 or more."
-        )
-        require(
-            self.packing in ("best-fit", "concatenate"),
-            "data.packing",
-            f"there is no {self.packing!r}",
-            "Use 'best-fit' or 'concatenate'.",
         )
 
     @property
@@ -102,7 +96,7 @@ class Loader:
         _check_sources(sources)
         _check_ranks(config, rank, world_size)
         self.config = config
-        self._weights = [source.weight for source in sources]
+        self._weights = [_plain_weight(source) for source in sources]
         self._documents = [
             _documents_as_packed(source.documents, config.row_tokens, config.split_long)
             for source in sources
@@ -225,6 +219,9 @@ def validation_batches(
     Best fit packs long documents first, so a limit takes rows at even distances over all, not the
     first ones. The last batch may be smaller.
     """
+    require(
+        context_length >= 1, "context_length", f"{context_length} is not positive", "Use 1 or more."
+    )
     require(batch_rows >= 1, "batch_rows", f"{batch_rows} is not positive", "Use at least 1.")
     if limit is not None:
         require(limit >= 1, "limit", f"{limit} is not positive", "Use at least 1.")
@@ -256,12 +253,18 @@ def _check_sources(sources: Sequence[Source]) -> None:
         "Names tell sources apart in the shuffle and in the state; make them differ.",
     )
     for source in sources:
+        is_number = isinstance(source.weight, Real) and not isinstance(source.weight, bool)
         require(
-            0 < source.weight < float("inf"),
+            is_number and 0 < source.weight < float("inf"),
             f"weight of source {source.name}",
-            f"{source.weight} is not a positive number",
+            f"{source.weight!r} is not a positive number",
             "Leave the source out, or give it a share.",
         )
+
+
+def _plain_weight(source: Source) -> float:
+    """As it is spelled, whatever library it comes from, since the state is plain JSON."""
+    return float(str(source.weight))
 
 
 def _check_ranks(config: LoaderConfig, rank: int, world_size: int) -> None:
@@ -285,7 +288,7 @@ def _identity(sources: Sequence[Source], config: LoaderConfig) -> dict[str, Any]
         "version": STATE_VERSION,
         **settings,
         "sources": [
-            {"name": s.name, "weight": s.weight, "fingerprint": s.documents.fingerprint}
+            {"name": s.name, "weight": _plain_weight(s), "fingerprint": s.documents.fingerprint}
             for s in sources
         ],
     }

@@ -5,12 +5,14 @@
 The documents are cut into parts of about `shard_tokens` tokens, in order. A part is a shard of
 each split, and counts once `progress.json` names it; what a killed run wrote beyond that is
 written again, with the same bytes. So the result does not depend on how often a run was stopped.
+A run that goes on first checks what is there, and writes from the first damaged part on again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,11 +20,36 @@ from typing import Any, NamedTuple
 
 from parcae.data.corpus import BEGINNING, SPLITS, Position, SourceFile, bytes_read
 from parcae.data.encoding import Encoded, Preparation, encode_stage
-from parcae.data.shards import FORMAT, MANIFEST, plain_record, read_manifest, shard_writer
-from parcae.files import FileError, exclusive, read_json, sha256, write_json
+from parcae.data.shards import (
+    FORMAT,
+    MANIFEST,
+    SOURCES,
+    TOKENIZER,
+    ShardRecord,
+    check_companions,
+    is_intact,
+    map_shard,
+    plain_record,
+    read_manifest,
+    shard_writer,
+)
+from parcae.files import (
+    FileError,
+    WriteError,
+    exclusive,
+    read_sealed,
+    reading,
+    sha256,
+    write_json,
+    write_sealed,
+)
 
 PROGRESS = "progress.json"
-SOURCES = "sources.json"
+LEFTOVER = re.compile(
+    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.\d+)?\.tmp"
+)
+"""Names of files that a killed process was writing."""
+ONCE_MORE = "Run the same command again: it goes on from there."
 
 
 class Update(NamedTuple):
@@ -41,62 +68,101 @@ Manifest = dict[str, Any]
 def prepare(work: Preparation, folder: str | Path, report: Report = lambda _: None) -> Manifest:
     """Fill `folder` and return its manifest. Run it again after an interruption: it goes on."""
     folder = Path(folder)
+    _check_place(work, folder)
     with exclusive(folder):
         if (folder / MANIFEST).exists():
-            (folder / PROGRESS).unlink(missing_ok=True)
-            manifest = read_manifest(folder)
-            _same(folder, manifest["preparation"], _identify(work, _sources(work, {}, report)))
-            return manifest
-        _remove_leftovers(folder)
+            return _check_finished(work, folder, report)
         state = _begin(work, folder, report)
         try:
             _write_parts(work, folder, state, report)
             return _finish(work, folder, state)
-        except FileError as error:
-            if error.__cause__ is None:  # a source; changing that would make it other work
-                raise
+        except WriteError as error:
             parts = len(state["parts"])
-            raise FileError(
-                f"{error} The {parts} shards finished so far are kept: run the same command "
+            raise WriteError(
+                f"{error} The {parts} parts finished so far are kept: run the same command "
                 "again when this is put right, and it goes on from there."
             ) from error
+
+
+def _check_place(work: Preparation, folder: Path) -> None:
+    """Before anything is touched: nothing of others is there, and nothing is read from there."""
+    out = folder.resolve()
+    for source in {file.folder for file in work.all_files if file.folder}:
+        if out.is_relative_to(source.resolve()):
+            raise FileError(
+                f"{folder}: inside the source {source}, which would then be read with "
+                "it. Write it elsewhere."
+            )
+    if any(file.path.resolve().is_relative_to(out) for file in work.all_files):
+        raise FileError(f"{folder}: holds a source of this preparation. Write it elsewhere.")
+    with reading(folder):
+        if not folder.is_dir() or any((folder / name).exists() for name in (MANIFEST, PROGRESS)):
+            return
+        names = sorted(entry.name for entry in folder.iterdir())
+    foreign = [name for name in names if name != ".lock" and not LEFTOVER.fullmatch(name)]
+    if foreign:
+        raise FileError(
+            f"{folder}: holds other files, such as {foreign[0]}. Choose a new or an empty folder."
+        )
+
+
+def _check_finished(work: Preparation, folder: Path, report: Report) -> Manifest:
+    manifest = read_manifest(folder)
+    _same(folder, manifest["preparation"], _identify(work, _digests(work, {}, report)))
+    check_companions(folder, manifest)
+    for split in SPLITS:
+        for record in manifest["shards"][split]:
+            map_shard(folder, ShardRecord(**record), manifest)
+    _remove_leftovers(folder)
+    (folder / PROGRESS).unlink(missing_ok=True)
+    return manifest
 
 
 def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     """The state of an interrupted run of the same work, or a new one."""
     path = folder / PROGRESS
-    earlier = read_json(path) if path.exists() else None
-    sources = _sources(work, earlier["digests"] if earlier else {}, report)
-    identity = _identify(work, sources)
-    if earlier:
-        _same(folder, earlier["preparation"], identity)
-        return {**earlier, "digests": _stamps(work, sources)}
-    work.tokenizer.save(folder / "tokenizer.json")
-    write_json(folder / SOURCES, sources)
-    state = {
-        "preparation": identity,
-        "digests": _stamps(work, sources),
-        "next": [0, 0, 0],
-        "parts": [],
-    }
-    write_json(path, state)
+    remedy = "Delete the folder and start again."
+    earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
+    digests = _digests(work, earlier["digests"], report)
+    identity = _identify(work, digests)
+    _same(folder, earlier.get("preparation", identity), identity)
+    _remove_leftovers(folder)
+    parts = _intact_parts(folder, earlier["parts"], report)
+    state = {"preparation": identity, "digests": digests, "parts": parts}
+    if state != earlier:
+        write_sealed(path, state)  # before all else, since it marks the folder as ours
+    work.tokenizer.save(folder / TOKENIZER)
+    write_json(folder / SOURCES, _sources(work, digests))
     return state
 
 
+def _intact_parts(
+    folder: Path, parts: list[dict[str, Any]], report: Report
+) -> list[dict[str, Any]]:
+    """Those before the first that is not as it was written; the others are made again."""
+    tokens = 0
+    for number, part in enumerate(parts):
+        for record in part["shards"]:
+            report(Update("checking shards", 0, tokens))
+            if not is_intact(folder, ShardRecord(**record)):
+                return parts[:number]
+            tokens += record["tokens"]
+    return parts
+
+
 def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report: Report) -> None:
-    first_stage, *rest = state["next"]
+    first_stage, *rest = state["parts"][-1]["behind"] if state["parts"] else (0, *BEGINNING)
     for number in range(first_stage, len(work.stages)):
         start = Position(*rest) if number == first_stage else BEGINNING
         encoded = encode_stage(work, work.stages[number], start)
         watched = _watch(encoded, work, number, _tokens_so_far(state), report)
-        while part := _write_part(work, folder, state, watched):
-            state["next"] = [number, *part.pop("behind")]
+        while part := _write_part(work, folder, state, number, watched):
             state["parts"].append(part)
-            write_json(folder / PROGRESS, state)
+            write_sealed(folder / PROGRESS, state)
 
 
 def _write_part(
-    work: Preparation, folder: Path, state: dict[str, Any], encoded: Iterator[Encoded]
+    work: Preparation, folder: Path, state: dict[str, Any], stage: int, encoded: Iterator[Encoded]
 ) -> dict[str, Any] | None:
     """The next shard of each split; None when no document is left."""
     number = len(state["parts"])
@@ -126,10 +192,16 @@ def _write_part(
     if behind is None:
         return None
     records = [plain_record(record) for _, done in opened.values() for record in done]
-    return {"behind": list(behind), "shards": records, "skipped": skipped}
+    return {"behind": [stage, *behind], "shards": records, "skipped": skipped}
 
 
 def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    for file in work.all_files:
+        if _stamp(file) != state["digests"][str(file.path)][0]:
+            raise FileError(
+                f"{file.path}: changed while it was read. Run the same command again: it finishes "
+                "if the content is still the same, and says so if not."
+            )
     records = [record for part in state["parts"] for record in part["shards"]]
     if not records:
         raise FileError(f"{folder}: the sources hold no text at all. Name others.")
@@ -153,17 +225,19 @@ def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> dict[str,
         },
         "shards": shards,
     }
-    write_json(folder / MANIFEST, manifest)
+    for record in records:
+        map_shard(folder, ShardRecord(**record), manifest, ONCE_MORE)
+    write_sealed(folder / MANIFEST, manifest)
     (folder / PROGRESS).unlink()
     return manifest
 
 
-def _identify(work: Preparation, sources: list[dict[str, Any]]) -> str:
+def _identify(work: Preparation, digests: dict[str, Any]) -> str:
     """A sha256 of everything that decides the bytes."""
     identity = {
         "format": FORMAT,
         "tokenizer": work.tokenizer.sha256,
-        "sources": sources,
+        "sources": _sources(work, digests),
         "validation_fraction": work.validation_fraction,
         "shard_tokens": work.shard_tokens,
         "reading": vars(work.reading),
@@ -171,37 +245,31 @@ def _identify(work: Preparation, sources: list[dict[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
-def _sources(work: Preparation, digests: dict[str, Any], report: Report) -> list[dict[str, Any]]:
-    """Name, size and sha256 of every file; a digest already known is not computed again."""
-    entries = []
+def _sources(work: Preparation, digests: dict[str, Any]) -> list[dict[str, Any]]:
+    """Name, size and sha256 of every file."""
+    return [
+        {"name": file.name, "held_out": stage.held_out, "bytes": stamp[0], "sha256": digest}
+        for stage in work.stages
+        for file in stage.files
+        for stamp, digest in [digests[str(file.path)]]
+    ]
+
+
+def _digests(work: Preparation, known: dict[str, Any], report: Report) -> dict[str, Any]:
+    """Stamp and sha256 of every file by its path; one whose stamp is known is not read again."""
+    digests: dict[str, Any] = {}
     done = 0
-    for stage in work.stages:
-        for file in stage.files:
-            report(Update("checking sources", done, 0))
-            known = digests.get(str(file.path))
-            digest = known[1] if known and known[0] == _stamp(file) else sha256(file.path)
-            done += file.bytes
-            entries.append(
-                {
-                    "name": file.name,
-                    "held_out": stage.held_out,
-                    "bytes": file.bytes,
-                    "sha256": digest,
-                }
-            )
-    return entries
-
-
-def _stamps(work: Preparation, sources: list[dict[str, Any]]) -> dict[str, Any]:
-    files = [file for stage in work.stages for file in stage.files]
-    return {
-        str(file.path): [_stamp(file), entry["sha256"]]
-        for file, entry in zip(files, sources, strict=True)
-    }
+    for file in work.all_files:
+        report(Update("checking sources", done, 0))
+        stamp, (known_stamp, digest) = _stamp(file), known.get(str(file.path), (None, None))
+        digests[str(file.path)] = [stamp, digest if known_stamp == stamp else sha256(file.path)]
+        done += stamp[0]
+    return digests
 
 
 def _stamp(file: SourceFile) -> list[int]:
-    status = file.path.stat()
+    with reading(file.path):
+        status = file.path.stat()
     return [status.st_size, status.st_mtime_ns]
 
 
@@ -215,8 +283,9 @@ def _same(folder: Path, here: str, asked: str) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """What a killed process left; the lock says that no other one is at work."""
-    for leftover in folder.glob(".*.tmp"):
-        leftover.unlink()
+    for entry in folder.iterdir():
+        if LEFTOVER.fullmatch(entry.name):
+            entry.unlink()
 
 
 def _tokens_so_far(state: dict[str, Any]) -> int:

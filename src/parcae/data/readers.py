@@ -37,6 +37,8 @@ LONGEST_TEXT = 1 << 23
 """Characters. What is longer in a text file goes on as a further document."""
 LONGEST_RECORD_BYTES = 3 << 24
 PARQUET_BATCH_BYTES = 1 << 22
+ZSTANDARD_PIECE_BYTES = 512
+"""Of compressed input; a block of 4 bytes can stand for 128 KiB, so this may become 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +79,18 @@ def read(path: Path, format: Format, reading: Reading, skip: int = 0) -> Iterato
     try:
         yield from reader(path, reading, skip)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+        if "too much memory" in str(error):
+            raise FileError(
+                f"{path}: its zstandard window is above 128 MiB. Compress it anew, without --long "
+                "or with --long=27."
+            ) from None
         raise FileError(f"{path}: damaged or truncated ({error}). Fetch it again.") from None
     except UnicodeDecodeError as error:
         raise FileError(_not_utf8(path, error)) from None
+    except OSError as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path}: cannot be read ({error.strerror or error}).") from None
 
 
 def _not_utf8(place: object, error: UnicodeDecodeError) -> str:
@@ -133,23 +144,33 @@ def _text_of(line: bytes, reading: Reading, place: str) -> str:
         record = json.loads(line.decode("utf-8-sig", reading.encoding_errors))
     except UnicodeDecodeError as error:
         raise FileError(_not_utf8(place, error)) from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{place}: not a JSON record ({error}). Each line is one.") from None
     if not isinstance(record, dict):
-        raise FileError(f"{place}: a record is an object, not {type(record).__name__}.")
+        raise FileError(
+            f"{place}: a record is an object, not {type(record).__name__}. Write each document as "
+            f'{{"{reading.text_field}": "..."}} on a line of its own.'
+        )
     if reading.text_field not in record:
         raise FileError(_no_field(place, reading.text_field, record))
     text = record[reading.text_field]
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise FileError(f"{place}: {reading.text_field!r} is not text but {type(text).__name__}.")
+        others = [name for name, value in record.items() if isinstance(value, str)]
+        kind = type(text).__name__
+        raise FileError(_not_text(f"{place}: {reading.text_field!r}", kind, others))
     return _well_formed(text)
 
 
 def _no_field(place: object, field: str, fields: Any) -> str:
     names = ", ".join(map(str, fields)) or "nothing"
     return f"{place}: no field {field!r}; it has {names}. Choose one with --text-field."
+
+
+def _not_text(what: str, kind: object, others: list[str]) -> str:
+    remedy = f"Choose one that is with --text-field: {', '.join(others)}."
+    return f"{what} is not text but {kind}. {remedy if others else 'Nothing else in it is either.'}"
 
 
 def _well_formed(text: str) -> str:
@@ -180,12 +201,13 @@ def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iter
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    names = file.schema_arrow.names
-    if reading.text_field not in names:
-        raise FileError(_no_field(path, reading.text_field, names))
-    kind = file.schema_arrow.field(reading.text_field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind)):
-        raise FileError(f"{path}: column {reading.text_field!r} is not text but {kind}.")
+    schema = file.schema_arrow
+    if reading.text_field not in schema.names:
+        raise FileError(_no_field(path, reading.text_field, schema.names))
+    kind = schema.field(reading.text_field).type
+    if not _is_text(kind):
+        others = [field.name for field in schema if _is_text(field.type)]
+        raise FileError(_not_text(f"{path}: column {reading.text_field!r}", kind, others))
     row = 0
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -196,7 +218,10 @@ def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iter
             _rows_per_batch(file, group), [group], columns=[reading.text_field], use_threads=False
         )
         for batch in batches:
-            column = batch.column(0).cast(pa.large_binary())
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type):
+                column = column.cast(column.type.value_type)
+            column = column.cast(pa.large_binary())
             longest = pc.max(pc.binary_length(column)).as_py() or 0  # pyright: ignore
             if longest > LONGEST_RECORD_BYTES:
                 limit = LONGEST_RECORD_BYTES >> 20
@@ -206,6 +231,16 @@ def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iter
                 if row > skip:
                     text = _decode(value.as_py(), reading, f"{path}, row {row}")
                     yield Record(text, row / file.metadata.num_rows)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    tests = (types.is_string, types.is_large_string, types.is_string_view)
+    tests += (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(test(kind) for test in tests)
 
 
 def _rows_per_batch(file: Any, group: int) -> int:
@@ -262,29 +297,33 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
 
 
 class _ZstandardStream(io.RawIOBase):
-    """zstandard's own stream takes a truncated file for a whole one; this one does not."""
+    """zstandard's own stream takes a truncated file for a whole one; this one does not.
+
+    Input is fed in small pieces, since a few bytes of repetitive text stand for a great many.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._frame: Any = None
-        self._unread = b""
-        self._buffer = memoryview(b"")
+        self._input = memoryview(b"")
+        self._output = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        while not self._buffer:
-            chunk = self._unread or self._file.read(1 << 16)
-            if not chunk:
+        while not self._output:
+            self._input = self._input or memoryview(self._file.read(1 << 16))
+            if not self._input:
                 if self._frame is not None:
                     raise EOFError("the last frame is not complete")
                 return 0
+            piece = self._input[:ZSTANDARD_PIECE_BYTES]
             frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._buffer = memoryview(frame.decompress(chunk))
-            self._unread = frame.unused_data
+            self._output = memoryview(frame.decompress(piece))
+            self._input = self._input[len(piece) - len(frame.unused_data) :]
             self._frame = None if frame.eof else frame
-        size = min(len(target), len(self._buffer))
-        target[:size] = self._buffer[:size]
-        self._buffer = self._buffer[size:]
+        size = min(len(target), len(self._output))
+        target[:size] = self._output[:size]
+        self._output = self._output[size:]
         return size

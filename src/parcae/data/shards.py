@@ -14,14 +14,16 @@ all little-endian:
     64 bytes     documents, tokens, bytes per token (uint64 each), the preparation's sha256 (32
                  bytes), b"parcae-\\n"
 
-Opening checks sizes and both ends of every shard, which catches truncated and foreign files at
-no cost; `verify=True` reads everything and checks each sha256.
+The manifest carries a checksum of itself. Opening checks sizes and both ends of every shard, which
+catches truncated and foreign files at no cost; `verify=True` reads everything and checks each
+sha256.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,14 +35,17 @@ import numpy as np
 
 from parcae.config import ConfigError
 from parcae.data.corpus import SPLITS, Split
-from parcae.files import FileError, atomic_path, read_json, sha256
+from parcae.data.tokenizer import Tokenizer
+from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, writing
 
 HEAD = b"parcae-shard-1\n\0"
 TAIL = b"parcae-\n"
 FOOTER = struct.Struct("<QQQ32s8s")
 MANIFEST = "manifest.json"
+SOURCES = "sources.json"
+TOKENIZER = "tokenizer.json"
 FORMAT = "parcae-shards-1"
-AGAIN = "Run the same `parcae data prepare` again"
+ANEW = "Delete its folder and prepare the corpus again."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,7 @@ class ShardWriter:
         self._path = path
         self._dtype = dtype
         self._digest = hashlib.sha256()
-        self._offsets = [0]
+        self._offsets = array("Q", [0])
         self.text_bytes = 0
         self.file_bytes = 0
         self._put(HEAD)
@@ -85,19 +90,17 @@ class ShardWriter:
     def finish(self, preparation: str) -> str:
         """Write index and footer; the sha256 of the whole file."""
         self._put(b"\0" * (-self.file_bytes % 8))
-        self._put(np.array(self._offsets, "<u8").tobytes())
+        self._put(np.asarray(self._offsets).astype("<u8", copy=False).data.cast("B"))
         width = self._dtype.itemsize
         owner = bytes.fromhex(preparation)
         self._put(FOOTER.pack(self.documents, self.tokens, width, owner, TAIL))
         return self._digest.hexdigest()
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
-        try:
+        with writing(self._path):
             while rest:
                 rest = rest[self._stream.write(rest) :]
-        except OSError as error:
-            raise FileError(f"{self._path}: could not be written ({error.strerror}).") from error
         self._digest.update(data)
         self.file_bytes += len(data)
 
@@ -114,7 +117,9 @@ def shard_writer(
     path = folder / name
     growing = folder / f".{name}.tmp"
     try:
-        with growing.open("wb", buffering=0) as stream:
+        with writing(path):
+            stream = growing.open("wb", buffering=0)
+        with stream:
             writer = ShardWriter(stream, path, dtype)
             yield writer, records
             digest = writer.finish(preparation)
@@ -151,7 +156,7 @@ class Shards:
         self._offsets: list[np.ndarray] = []
         first = 0
         for record in self.records:
-            tokens, offsets = _map_shard(folder, record, manifest)
+            tokens, offsets = map_shard(folder, record, manifest)
             self._first.append(first)
             self._tokens.append(tokens)
             self._offsets.append(offsets)
@@ -166,8 +171,9 @@ class Shards:
         manifest = read_manifest(folder)
         shards = cls(folder, manifest, split)
         if not shards.records:
+            remedy = "a larger" if split == "validation" else "more documents or a smaller"
             raise FileError(
-                f"{folder}: no document for {split}. Prepare it with a larger "
+                f"{folder}: no document for {split}. Prepare it with {remedy} "
                 "--validation-fraction, or with --validation."
             )
         if verify:
@@ -195,55 +201,89 @@ class Shards:
         place = document - self._first[shard]
         return self._tokens[shard][int(offsets[place]) : int(offsets[place + 1])]
 
+    def tokenizer(self) -> Tokenizer:
+        """What these documents were made with."""
+        return read_tokenizer(self.folder, self.manifest)
+
     def verify(self) -> Iterator[ShardRecord]:
-        """Read shard by shard; an error names the first that is not what was written."""
+        """Read file by file; an error names the first that is not what was written."""
+        check_companions(self.folder, self.manifest)
         for record in self.records:
-            if sha256(self.folder / record.file) != record.sha256:
+            if not is_intact(self.folder, record):
                 raise FileError(_damaged(self.folder / record.file, "its checksum is wrong"))
             yield record
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    path = Path(folder) / MANIFEST
-    if not path.exists():
-        raise FileError(f"{folder}: not a finished preparation. {AGAIN}; it goes on where it was.")
-    manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise FileError(f"{path}: not a manifest of {FORMAT}. Prepare the corpus anew.")
+    folder = Path(folder)
+    with reading(folder):
+        is_file, finished = folder.is_file(), (folder / MANIFEST).exists()
+    if is_file:
+        raise FileError(f"{folder}: a file. Name a folder made by `parcae data prepare`.")
+    if not finished:
+        raise FileError(
+            f"{folder}: not a finished preparation. Run the same `parcae data prepare` again; it "
+            "goes on where it was."
+        )
+    manifest = read_sealed(folder / MANIFEST, ANEW)
+    if manifest.get("format") != FORMAT:
+        raise FileError(f"{folder / MANIFEST}: not a manifest of {FORMAT}. {ANEW}")
     return manifest
+
+
+def read_tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
+    """The folder's own, if it is still the one that the manifest names."""
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+        raise FileError(_damaged(folder / TOKENIZER, "not the tokenizer of these shards"))
+    return tokenizer
+
+
+def check_companions(folder: Path, manifest: dict[str, Any]) -> None:
+    """Tokenizer and sources are what they were when the manifest was written."""
+    read_tokenizer(folder, manifest)
+    if sha256(folder / SOURCES) != manifest["sources_sha256"]:
+        raise FileError(_damaged(folder / SOURCES, "its checksum is wrong"))
+
+
+def is_intact(folder: Path, record: ShardRecord) -> bool:
+    path = folder / record.file
+    return path.is_file() and sha256(path) == record.sha256
 
 
 def plain_record(record: ShardRecord) -> dict[str, Any]:
     return asdict(record)
 
 
-def _map_shard(
-    folder: Path, record: ShardRecord, manifest: dict[str, Any]
+def map_shard(
+    folder: Path, record: ShardRecord, manifest: dict[str, Any], remedy: str = ANEW
 ) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, left on disk, and offsets of a shard whose size, ends and index are right."""
     path = folder / record.file
     dtype = np.dtype(manifest["dtype"])
-    if not path.exists():
-        raise FileError(f"{path}: missing, though the manifest lists it. {AGAIN} elsewhere.")
-    if path.stat().st_size != record.bytes:
-        problem = f"{path.stat().st_size:,} bytes instead of {record.bytes:,}"
-        raise FileError(_damaged(path, problem))
-    with path.open("rb") as stream:
+
+    def require(condition: bool, problem: str) -> None:
+        if not condition:
+            raise FileError(_damaged(path, problem, remedy))
+
+    require(path.is_file(), "missing")
+    size = path.stat().st_size
+    require(size == record.bytes, f"{size:,} bytes instead of {record.bytes:,}")
+    with reading(path), path.open("rb") as stream:
         head = stream.read(len(HEAD))
         stream.seek(-FOOTER.size, 2)
         documents, tokens, width, owner, tail = FOOTER.unpack(stream.read(FOOTER.size))
-    if head != HEAD or tail != TAIL:
-        raise FileError(_damaged(path, "not a shard, or its ends are overwritten"))
-    if owner.hex() != manifest["preparation"]:
-        raise FileError(_damaged(path, "it belongs to another preparation"))
-    if (documents, tokens, width) != (record.documents, record.tokens, dtype.itemsize):
-        raise FileError(_damaged(path, "its counts differ from the manifest's"))
+    require((head, tail) == (HEAD, TAIL), "not a shard, or its ends are overwritten")
+    require(owner.hex() == manifest["preparation"], "it belongs to another preparation")
+    counts = (record.documents, record.tokens, dtype.itemsize)
+    require((documents, tokens, width) == counts, "its counts differ from the manifest's")
     body = np.memmap(path, dtype, "r", offset=len(HEAD), shape=(tokens,))
     index = record.bytes - FOOTER.size - 8 * (documents + 1)
-    offsets = np.memmap(path, "<u8", "r", offset=index, shape=(documents + 1,))
-    if offsets[0] != 0 or offsets[-1] != tokens or np.any(offsets[1:] <= offsets[:-1]):
-        raise FileError(_damaged(path, "its document index is overwritten"))
-    return body.view(np.ndarray), np.array(offsets)
+    offsets = np.array(np.memmap(path, "<u8", "r", offset=index, shape=(documents + 1,)))
+    in_order = offsets[0] == 0 and offsets[-1] == tokens and np.all(offsets[1:] > offsets[:-1])
+    require(bool(in_order), "its document index is overwritten")
+    return body.view(np.ndarray), offsets
 
 
-def _damaged(path: Path, problem: str) -> str:
-    return f"{path}: damaged: {problem}. Delete its folder and prepare the corpus again."
+def _damaged(path: Path, problem: str, remedy: str = ANEW) -> str:
+    return f"{path}: damaged: {problem}. {remedy}"

@@ -17,17 +17,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from parcae.config import ConfigError, require
-from parcae.files import FileError, atomic_path
+from parcae.files import FileError, atomic_path, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_SIZE = 256 + len(SPECIALS)
@@ -43,6 +45,8 @@ SPLIT = "|".join((CONTRACTION, WORD, NUMBER, PUNCTUATION, LINE_BREAK, SPACE_BEFO
 USUAL_PIECE = 16_384
 LONGEST_PIECE = 131_072
 BATCH_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 200
+"""Charged for each piece beside its text: what the library keeps for one, however short."""
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 """Before a space that follows a visible character, or after a line break: `SPLIT` never joins
 across these, and looks neither back over the first nor ahead over the second."""
@@ -56,22 +60,29 @@ class Tokenizer:
     def __init__(self, content: str, name: str = "tokenizer") -> None:
         self.name = name
         self.content = content
-        self._plain = tokenizers.Tokenizer.from_str(content)
+        self._plain = _whole_texts(content)
         self._plain.encode_special_tokens = True  # reads "encode the spelling, not the token"
-        self._special = tokenizers.Tokenizer.from_str(content)
-        self._cuts_safely = _split_regex(content) == SPLIT
+        self._special = _whole_texts(content)
+        self._cuts_safely = _cuts_safely(json.loads(content))
+        if not self._plain.get_vocab_size(with_added_tokens=True):
+            raise ValueError("its vocabulary is empty")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """A `tokenizer.json`, or a folder with one, or with `vocab.json` and `merges.txt`."""
         path = Path(path)
-        if path.is_dir():
-            if not (path / "tokenizer.json").exists() and (path / "merges.txt").exists():
+        with reading(path):
+            is_folder = path.is_dir()
+            in_two_files = is_folder and not (path / "tokenizer.json").exists()
+            if in_two_files and (path / "merges.txt").exists():
                 return cls(_read_gpt2_layout(path), path.name)
-            path = path / "tokenizer.json"
+        path = path / "tokenizer.json" if is_folder else path
         try:
-            return cls(path.read_text(encoding="utf-8"), path.stem)
-        except FileNotFoundError:
+            with reading(path):
+                return cls(path.read_text(encoding="utf-8"), path.stem)
+        except FileError:
+            if path.exists():
+                raise
             raise FileError(
                 f"{path}: no such tokenizer. Make one with `parcae tokenizer train`."
             ) from None
@@ -167,12 +178,7 @@ def train(
         f"256 bytes and {len(SPECIALS)} specials need {SMALLEST_SIZE}.",
     )
     blank = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
-    blank.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )  # type: ignore[assignment]
+    blank.pre_tokenizer = _pre_tokenizer()  # type: ignore[assignment]
     blank.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=size,
@@ -195,9 +201,14 @@ def train(
     return Tokenizer(blank.to_str(pretty=True), "tokenizer")
 
 
-def within_budget(texts: Iterable[str], characters: int, document_cap: int) -> Iterator[str]:
+def within_budget(texts: Iterable[str], characters: float, document_cap: int) -> Iterator[str]:
     """The head of every document up to the cap, until the budget is spent; a cap of 0 is none."""
-    left = characters
+    require(1 <= characters < math.inf, "characters", f"{characters} is not a budget", "Try 2e9.")
+    require(document_cap >= 0, "document_cap", f"{document_cap} is negative", "Use 0 for no cap.")
+    return _heads(texts, int(characters), document_cap)
+
+
+def _heads(texts: Iterable[str], left: int, document_cap: int) -> Iterator[str]:
     for text in texts:
         head = text[: min(left, document_cap or left)]
         left -= len(head)
@@ -225,7 +236,7 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
     characters = 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece[1])
+        characters += len(piece[1]) + PIECE_CHARACTERS
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -233,14 +244,42 @@ def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]
         yield batch
 
 
-def _split_regex(content: str) -> str | None:
-    stages = (json.loads(content).get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
-    return stages[0].get("pattern", {}).get("Regex")
+def _pre_tokenizer() -> pre_tokenizers.Sequence:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _whole_texts(content: str) -> tokenizers.Tokenizer:
+    """Without the limits that a file made for another program may bring along."""
+    tokenizer = tokenizers.Tokenizer.from_str(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _cuts_safely(tree: dict[str, Any]) -> bool:
+    """Whether it splits as ours do, and nothing else looks across a `SAFE_CUT`."""
+    ours = json.loads(_pre_tokenizer().__getstate__())
+    only_specials = all(token["special"] for token in tree.get("added_tokens", ()))
+    return tree.get("normalizer") is None and tree.get("pre_tokenizer") == ours and only_specials
 
 
 def _read_gpt2_layout(folder: Path) -> str:
     """GPT-2's two files, as its own tokenizer reads them."""
-    model = models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
+    for path in (vocabulary, merges):
+        with reading(path):
+            path.open("rb").close()
+    try:
+        model = models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise FileError(
+            f"{folder}: vocab.json and merges.txt do not fit together ({error}). Fetch both again."
+        ) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]

@@ -134,7 +134,7 @@ def _tokenise(
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    if Tokenizer.load(folder).sha256 != tokenizer.sha256:
+    if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise ConfigError(
             f"data.tokenizer: {folder} was prepared with another tokenizer. "
             "Prepare it again with this one, or leave data.tokenizer out."
