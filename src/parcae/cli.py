@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from parcae.config import ConfigError
 from parcae.files import FileError
 
-COMMANDS = ("presets", "show", "demo", "data", "tokenizer", "train")
+COMMANDS = ("presets", "show", "demo", "data", "tokenizer", "plan", "train")
 
 
 def parser() -> argparse.ArgumentParser:
