@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from parcae.config import ConfigError
 from parcae.files import FileError
 
-COMMANDS = ("presets", "show", "demo", "data", "tokenizer", "train", "report")
+COMMANDS = ("presets", "show", "demo", "data", "tokenizer", "plan", "train", "report")
 
 
 def parser() -> argparse.ArgumentParser:

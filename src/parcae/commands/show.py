@@ -22,12 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.model.injection import INJECTIONS
     from parcae.presets import model_from_table
     from parcae.recipe import check_tables, merge, parse_flags, plain, read_toml, write_toml
+    from parcae.train.settings import TABLES
 
     source = arguments.source
     is_recipe = source.endswith(".toml") or "/" in source
     recipe = read_toml(source) if is_recipe else {"model": {"preset": source}}
     tree = merge(recipe, parse_flags(arguments.settings))
-    check_tables(tree, ["model"])
+    check_tables(tree, TABLES)
     require("model" in tree, "model", f"{source} has no such table", "Start with [model].")
     config = model_from_table(tree["model"])
 

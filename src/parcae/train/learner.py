@@ -44,7 +44,7 @@ class Learner:
     def __init__(self, recipe: Recipe, workers: Processes, corpora: Corpora) -> None:
         run, data = recipe.run, recipe.data
         self.recipe, self.workers, self.corpora = recipe, workers, corpora
-        self.dtype = _dtype(run.precision, workers.device)
+        self.dtype = compute_dtype(run.precision, workers.device)
         if run.deterministic:
             _make_deterministic(workers.device)
         self.model = create(recipe.model, seed=run.seed).to(workers.device)
@@ -167,7 +167,7 @@ class Learner:
         self.loader.close()
 
 
-def _dtype(precision: str, device: torch.device) -> torch.dtype:
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
