@@ -60,7 +60,7 @@ class Log:
 def keep_until(path: Path, step: int) -> None:
     """Drop what was logged after `step`, and a last line that was cut off."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
