@@ -17,6 +17,10 @@ from torch import Tensor
 from parcae.config import require
 
 
+class BrokenLogits(ValueError):
+    """A model that predicts nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How a token is chosen; valid once it exists."""
@@ -46,7 +50,9 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """What each token is drawn with, [..., V] in float64; tokens that were filtered out have 0."""
     logits = logits.double()
     if logits.isnan().any():
-        raise ValueError("logits: not a number. The model has diverged, or its weights are broken.")
+        raise BrokenLogits(
+            "logits: not a number. The model has diverged, or its weights are broken."
+        )
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)

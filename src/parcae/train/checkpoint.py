@@ -17,6 +17,8 @@ seed stand for all generators.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,8 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
@@ -68,18 +72,22 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
-        if processes.is_first:
+        if processes.is_first:  # which holds the run's folder: nobody else is writing here
             for left in self.folder.glob(".step-*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def steps(self) -> list[int]:
-        return sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("step-*"))
+        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def save(self, snapshot: Snapshot) -> None:
-        """Copy now, write in the background. Waits for the one before, and raises its error."""
+        """Copy now, write in the background. Waits for the one before, and raises its error.
+
+        All processes come here, and to `wait`, together.
+        """
         self.wait()
         if snapshot.step == self._newest:  # known to every process without asking the others
             return
@@ -95,9 +103,18 @@ class Checkpoints:
         self._pending = self._writer.submit(self._finish, write, hidden, snapshot)
 
     def wait(self) -> None:
+        """For the one that is being written; if any process failed at that, all raise an error."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        error = None if pending is None else pending.exception()
+        if error is not None and not isinstance(error, FileError):
+            raise error
+        self.processes.share(error)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process knows already that `wait` will raise an error."""
+        pending = self._pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
     def close(self) -> None:
         self._writer.shutdown(wait=True)
@@ -115,16 +132,17 @@ class Checkpoints:
                 flush(path)
             sums = {str(path.relative_to(hidden)): sha256(path) for path in files}
             state = {"format": FORMAT, "step": snapshot.step, **snapshot.state, "files": sums}
-            write_json(hidden / STATE_FILE, state)
+            write_json(hidden / STATE_FILE, {**state, "sha256": _checksum(state)})
             flush(hidden)
             hidden.rename(self.path(snapshot.step))
             flush(self.folder)
             self._prune()
-        except OSError as error:
+        except (OSError, SafetensorError, CheckpointException) as error:
             shutil.rmtree(hidden, ignore_errors=True)
+            reason = getattr(error, "strerror", None) or str(error).strip()
             raise FileError(
                 f"{self.path(snapshot.step)}: the checkpoint could not be written "
-                f"({error.strerror or error}). Earlier ones are whole: make room, then go on with "
+                f"({reason}). Earlier ones are whole: make room, then go on with "
                 "--resume."
             ) from error
 
@@ -158,11 +176,21 @@ class Checkpoints:
             try:
                 verify(self.path(step))
                 return step, problems
-            except FileError as error:
+            except OSError as error:
                 problems.append(str(error))
         if problems:
             raise FileError(f"no checkpoint can be used: {' '.join(problems)}")
         return None
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename those that were damaged, so that they are neither kept as the last nor in the way
+        of the ones that will be written again."""
+        if self.processes.is_first:
+            for later in self.steps():
+                if later > step:
+                    aside = self.folder / f"damaged-step-{later:08d}"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    self.path(later).rename(aside)
 
     def load(
         self, step: int, weights: Mapping[str, Tensor], optimiser: Mapping[str, Tensor]
@@ -180,12 +208,19 @@ def verify(folder: Path) -> None:
     state = read_json(folder / STATE_FILE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise FileError(f"{folder / STATE_FILE}: not a training checkpoint of this version.")
+    if state.pop("sha256", None) != _checksum(state):
+        raise FileError(f"{folder / STATE_FILE}: damaged, its checksum differs.")
     for name, expected in state["files"].items():
         path = folder / name
         if not path.is_file():
-            raise FileError(f"{path}: missing. Use an earlier checkpoint.")
+            raise FileError(f"{path}: missing.")
         if sha256(path) != expected:
-            raise FileError(f"{path}: damaged, its checksum differs. Use an earlier checkpoint.")
+            raise FileError(f"{path}: damaged, its checksum differs.")
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Of plain values, as they come back from JSON."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def fill(tensors: Mapping[str, Tensor], folder: Path, processes: Processes) -> None:

@@ -20,6 +20,7 @@ from parcae.data.readers import Reading
 from parcae.data.shards import MANIFEST, Shards, read_manifest
 from parcae.data.tokenizer import Tokenizer, within_budget
 from parcae.data.tokenizer import train as train_tokenizer
+from parcae.train.log import METRICS_FILE
 from parcae.train.settings import Recipe
 
 TOKENIZER_CHARACTERS = 200_000_000
@@ -50,7 +51,7 @@ class Corpora:
 
     def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
         """At most `validation_rows` held-out rows, shared evenly by the sources that have any."""
-        folders = [f for f in self.folders if _held_out(f)]
+        folders = self._held_out(recipe)
         for place, folder in enumerate(folders):
             first, last = (
                 recipe.run.validation_rows * p // len(folders) for p in (place, place + 1)
@@ -70,9 +71,13 @@ class Corpora:
             return None
         return torch.as_tensor(self.tokenizer.bytes_per_token())
 
-    @property
-    def can_validate(self) -> bool:
-        return any(_held_out(folder) for folder in self.folders)
+    def can_validate(self, recipe: Recipe) -> bool:
+        return bool(self._held_out(recipe))
+
+    def _held_out(self, recipe: Recipe) -> list[Path]:
+        """The folders whose held-out documents fill at least one row."""
+        totals = {f: read_manifest(f)["totals"]["validation"]["tokens"] for f in self.folders}
+        return [f for f, tokens in totals.items() if tokens > recipe.model.context_length]
 
 
 def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = None) -> Corpora:
@@ -96,7 +101,7 @@ def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = 
             folders.append(prepared[source])
         else:
             folders.append(run / "data" / str(number))
-            if say is not None:
+            if say is not None and not _is_settled(run, folders[-1]):
                 _tokenise(source, tokenizer, recipe, folders[-1], say)
     weights = recipe.data.weights or (1.0,) * len(sources)
     names = tuple(f"{number}:{Path(source).name}" for number, source in enumerate(sources))
@@ -133,13 +138,14 @@ def _tokenise(
     prepare(work, folder)
 
 
+def _is_settled(run: Path, folder: Path) -> bool:
+    """A run that has trained on these shards needs their source no more, which may be gone."""
+    return (run / METRICS_FILE).exists() and (folder / MANIFEST).exists()
+
+
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise ConfigError(
             f"data.tokenizer: {folder} was prepared with another tokenizer. "
-            "Prepare it again with this one, or leave data.tokenizer out."
+            "Prepare all sources with the same one, and name it or leave data.tokenizer out."
         )
-
-
-def _held_out(folder: Path) -> bool:
-    return read_manifest(folder)["totals"]["validation"]["tokens"] > 0

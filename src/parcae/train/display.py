@@ -56,7 +56,9 @@ class Display:
 
     def say(self, words: str) -> None:
         if self.shown:
-            self._progress.console.print(words, highlight=False, soft_wrap=True)
+            self._progress.console.print(
+                words, highlight=False, soft_wrap=True, markup=False, emoji=False
+            )
 
     def update(self, step: int, done: float, seconds: float, numbers: Mapping[str, Any]) -> None:
         """`done` is the share of the run that lies behind."""

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
+from parcae.files import FileError
 from parcae.model.frame import LanguageModel
 from parcae.model.looped import LoopedModel
 from parcae.train.settings import RunConfig
@@ -71,6 +72,11 @@ class Processes:
 
     def wait(self) -> None:
         """For all others to come here."""
+
+    def share(self, problem: Exception | None) -> None:
+        """Raise it, in every process: none waits for one that has given up. All come here."""
+        if self.any(problem is not None):
+            raise problem or FileError("another process of this run has failed; see its message.")
 
 
 class Several(Processes):
@@ -145,19 +151,23 @@ class Shards(Several):
 
 @contextmanager
 def processes(config: RunConfig) -> Iterator[Processes]:
-    """The processes of this run, as `torchrun` has started them, or this one alone."""
-    if "RANK" not in os.environ:
-        yield Processes(find_device(config.device))
-        return
+    """The processes of this run, as `torchrun` has started them; one needs nothing of it."""
     device = find_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes(device)
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE: {os.environ['WORLD_SIZE']} processes, but {', '.join(missing)} is not "
+            "set. Start them with torchrun, or unset WORLD_SIZE."
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        alone = dist.get_world_size() == 1 and config.parallel == "ddp"
-        kind = Shards if config.parallel == "fsdp" else Copies
-        yield Processes(device) if alone else kind(device)
+        yield Shards(device) if config.parallel == "fsdp" else Copies(device)
     finally:
         dist.destroy_process_group()
 

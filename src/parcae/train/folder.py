@@ -7,14 +7,16 @@ checkpoints/    see checkpoint.py              result.json      what the run cam
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError
 from parcae.files import FileError, exclusive, write_text
 from parcae.recipe import read_toml, write_toml
+from parcae.train.log import METRICS_FILE
 from parcae.train.settings import Recipe, plain_recipe, recipe_from_tree
 
 RECIPE_FILE = "recipe.toml"
@@ -38,16 +40,18 @@ FREE_TO_CHANGE = {
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Hold the folder against a second process; say so if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder):
-            yield
-    except PermissionError as error:
-        raise FileError(
-            f"{error.filename or folder}: not writable ({error.strerror}). Use another --out."
-        ) from error
-    except FileExistsError:
-        raise FileError(f"{folder}: a file, not a folder. Use another --out.") from None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(exclusive(folder))
+        except FileError:
+            raise
+        except (FileExistsError, NotADirectoryError):
+            raise FileError(f"{folder}: not a folder. Use another --out.") from None
+        except OSError as error:
+            raise FileError(
+                f"{folder}: cannot be written ({error.strerror}). Use another --out."
+            ) from error
+        yield
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -58,13 +62,21 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def begin(folder: Path, recipe: Recipe) -> None:
-    """Write the recipe of a new run; a folder that holds a run is refused."""
-    if (folder / RECIPE_FILE).exists():
+    """Write the recipe of a new run; a folder that holds a run is refused.
+
+    One that never came to its first step, for want of data say, is no run: it starts anew, without
+    what another recipe has prepared.
+    """
+    if (folder / METRICS_FILE).exists():
         raise ConfigError(
             f"{folder}: holds a run already. Go on with it by `parcae train --resume {folder}`, "
             "or use another --out."
         )
-    write_text(folder / RECIPE_FILE, write_toml(plain_recipe(recipe)))
+    text, path = write_toml(plain_recipe(recipe)), folder / RECIPE_FILE
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        shutil.rmtree(folder / "data", ignore_errors=True)
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+    write_text(path, text)
 
 
 def go_on(folder: Path, recipe: Recipe) -> None:

@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SPIKE_DEVIATIONS = 6.0
+SPIKE_COUNTS_AS = 3.0
+"""Deviations by which a spike moves what is usual."""
 SMOOTHING = 0.98
 STEPS_BEFORE_SPIKES = 50
 """At the start the loss falls too fast for its mean to say what is usual."""
 EXPLODED = 100.0
-
-
-class Diverged(Exception):
-    """Too many steps in a row without a finite loss or gradient."""
 
 
 @dataclass
@@ -40,26 +38,34 @@ class Guard:
             setattr(self, name, state[name])
 
     def accepts(self, loss: float, gradient_norm: float) -> bool:
-        """Whether the step may be taken. Raises `Diverged` where too many in a row may not."""
+        """Whether the step may be taken."""
         if math.isfinite(loss) and math.isfinite(gradient_norm):
             self.bad = 0
             return True
         self.bad += 1
         self.skipped += 1
-        if self.bad >= self.bad_steps_in_a_row:
-            raise Diverged
         return False
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Too many steps in a row without a finite loss or gradient."""
+        return self.bad >= self.bad_steps_in_a_row
+
     def is_spike(self, loss: float) -> bool:
-        """Whether an accepted loss stands far above its running mean."""
+        """Whether an accepted loss stands far above its running mean.
+
+        A spike counts as far less than it is, so that it hardly makes the next one look usual, but
+        a loss that stays up is usual after a while.
+        """
         deviation = loss - self.mean
         usual = max(math.sqrt(self.variance), 1e-3 * abs(self.mean))
         spike = self.seen >= STEPS_BEFORE_SPIKES and deviation > SPIKE_DEVIATIONS * usual
         weight = max(1 - SMOOTHING, 1 / (self.seen + 1))
-        if not spike:  # a spike must not make the next one look usual
-            self.mean += weight * deviation
-            self.variance = (1 - weight) * (self.variance + weight * deviation**2)
-            self.seen += 1
+        if spike:
+            deviation = SPIKE_COUNTS_AS * usual
+        self.mean += weight * deviation
+        self.variance = (1 - weight) * (self.variance + weight * deviation**2)
+        self.seen += 1
         self.spikes += spike
         return spike
 
@@ -84,10 +90,12 @@ def diagnose(
             "Use the diagonal injection, whose radius stays below 1, or a lower learning rate "
             f"({rates})."
         )
-    if before is not None and norm > EXPLODED * max(before["state_norm"] or 0.0, 1e-9):
+    # Without an earlier look, the first loop's state says what would be usual.
+    start = (now["state_norms"][0] if before is None else before["state_norm"]) or 0.0
+    if norm > EXPLODED * max(start, 1e-9):
         return (
-            f"The state norm grew from {before['state_norm']:.3g} to {norm:.3g} although the "
-            f"linear part contracts (spectral radius {radius:.3f}): what is injected has grown. "
+            f"The state norm grew from {start:.3g} to {norm:.3g} although the linear part does not "
+            f"expand (spectral radius {radius:.3f}): what is injected has grown. "
             "Use the prelude norm, or a lower learning rate "
             f"({rates})."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -45,8 +44,6 @@ class Learner:
         run, data = recipe.run, recipe.data
         self.recipe, self.workers, self.corpora = recipe, workers, corpora
         self.dtype = compute_dtype(run.precision, workers.device)
-        if run.deterministic:
-            _make_deterministic(workers.device)
         self.model = create(recipe.model, seed=run.seed).to(workers.device)
         if run.compile:
             self.model.compile_layers()
@@ -58,6 +55,7 @@ class Learner:
         share = data.global_batch // workers.size
         self.micro_batch = min(data.micro_batch or share, share)
         self.bytes_of_token = corpora.bytes_of_token()
+        self.can_validate = corpora.can_validate(recipe)
         self.guard = Guard(run.bad_steps_in_a_row)
         self.total = total_steps(recipe)
         self.step = 0
@@ -126,7 +124,7 @@ class Learner:
     def _rows_to_look_at(self) -> Tensor:
         """Held-out rows, always the same ones; those of the first batch where none are held out."""
         rows = self.recipe.run.telemetry_rows
-        if self.corpora.can_validate:
+        if self.can_validate:
             return next(iter(self.corpora.validation(self.recipe, rows))).inputs
         return next(iter(self.corpora.loader(self.recipe))).inputs[:rows]
 
@@ -171,11 +169,3 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     if precision == "auto":
         precision = "bfloat16" if device.type == "cuda" else "float32"
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
-
-
-def _make_deterministic(device: torch.device) -> None:
-    """The same bits in every run: compiled code with several threads needs to be told so."""
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

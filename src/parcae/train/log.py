@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -60,7 +61,7 @@ class Log:
 def keep_until(path: Path, step: int) -> None:
     """Drop what was logged after `step`, and a last line that was cut off."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
@@ -107,7 +108,7 @@ class TensorBoard:
 
 
 class WandB:
-    """The run keeps its name and id over a resume."""
+    """The run keeps its name and id over a resume; the id is its own, the name may be shared."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -115,7 +116,7 @@ class WandB:
         self._run = wandb.init(
             project="parcae",
             name=name,
-            id=name,
+            id=_identity(folder),
             dir=str(folder),
             resume="allow",
             config=dict(config),
@@ -126,6 +127,14 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _identity(folder: Path) -> str:
+    """A random name, kept in the folder: another run in a folder of the same name gets another."""
+    path = folder / "tracking-id"
+    if not path.exists():
+        write_text(path, secrets.token_hex(8))
+    return path.read_text(encoding="utf-8")
 
 
 class Trackio:
@@ -151,6 +160,8 @@ def open_sinks(names: Sequence[str], folder: Path, config: Mapping[str, Any]) ->
         try:
             sinks.append(SINKS[name](folder, folder.resolve().name, config))
         except ImportError as error:
+            for sink in sinks:
+                sink.close()
             raise ConfigError(
                 f"run.sinks: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
             ) from None

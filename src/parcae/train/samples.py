@@ -6,6 +6,7 @@ from typing import TypedDict
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.plain import generate
+from parcae.infer.sampling import BrokenLogits
 from parcae.model.frame import LanguageModel
 from parcae.train.settings import Recipe
 
@@ -19,22 +20,28 @@ class Sample(TypedDict):
 
 
 def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> list[Sample]:
-    """The same prompt, seed and noise at each depth, so only the loops differ."""
+    """The same prompt, seed and noise at each depth, so only the loops differ.
+
+    A depth at which the model blows up has no sample; the run is finished all the same.
+    """
     looped = recipe.model.architecture == "looped"
     depths = sorted({*DEPTHS, recipe.model.loop.nominal_loops}) if looped else [1]
     samples: list[Sample] = []
     for prompt in recipe.run.sample_prompts:
         ids = [tokenizer.bos, *tokenizer.encode(prompt)]
         for depth in depths:
-            tokens = generate(
-                model,
-                ids,
-                new_tokens=recipe.run.sample_tokens,
-                depths=depth,
-                temperature=0.8,
-                top_k=50,
-                seed=recipe.run.seed,
-                stop=(tokenizer.bos,),
-            )
+            try:
+                tokens = generate(
+                    model,
+                    ids,
+                    new_tokens=recipe.run.sample_tokens,
+                    depths=depth,
+                    temperature=0.8,
+                    top_k=50,
+                    seed=recipe.run.seed,
+                    stop=(tokenizer.bos,),
+                )
+            except BrokenLogits:
+                continue
             samples.append({"depth": depth, "prompt": prompt, "text": tokenizer.decode(tokens)})
     return samples

@@ -24,7 +24,8 @@ TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 def _not_negative(owner: object, prefix: str, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
-        require(value >= 0, f"{prefix}{name}", f"{value} is negative", "Use 0 or more.")
+        fits = 0 <= value < float("inf")
+        require(fits, f"{prefix}{name}", f"{value} is out of range", "Use 0 or more.")
 
 
 def _share(owner: object, prefix: str, *names: str, below_one: bool = False) -> None:
@@ -72,6 +73,10 @@ class DataConfig:
             f"{len(self.weights)} weights for {len(self.sources)} sources",
             "Give one for each, or none.",
         )
+        for weight in self.weights:
+            remedy = "Leave the source out, or give it a share."
+            fits = 0 < weight < float("inf")
+            require(fits, "data.weights", f"{weight} is not a positive number", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ Euclidean norm over channels.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ def matrices(model: LoopedModel) -> dict[str, float | None]:
     """Spectral radius of A_bar, and spectral norms: the two differ unless A_bar is diagonal."""
     injection, readout = model.loop.core.injection, model.coda.readout
     return {
-        "spectral_radius": injection.spectral_radius(),
+        "spectral_radius": _if_finite(injection.transition_matrix(), injection.spectral_radius),
         "transition_norm": spectral_norm(injection.transition_matrix()),
         "input_norm": spectral_norm(injection.input_matrix()),
         "readout_norm": None if readout is None else spectral_norm(readout.weight),
@@ -88,4 +90,10 @@ def norm(x: Tensor) -> float:
 
 def spectral_norm(matrix: Tensor) -> float:
     """The largest singular value."""
-    return torch.linalg.matrix_norm(matrix.float(), ord=2).item()
+    matrix = matrix.float()
+    return _if_finite(matrix, lambda: torch.linalg.matrix_norm(matrix, ord=2).item())
+
+
+def _if_finite(matrix: Tensor, measure: Callable[[], float]) -> float:
+    """NaN for a matrix that has blown up, where linear algebra would raise an error."""
+    return measure() if bool(matrix.isfinite().all()) else math.nan

@@ -16,18 +16,20 @@ from typing import Any
 import torch
 
 from parcae import console
+from parcae.config import ConfigError
 from parcae.cpu import keep_freed_memory
 from parcae.evaluate.loss import DepthLosses, Loss
-from parcae.files import write_json
+from parcae.files import FileError, write_json
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.train import folder as run_folder
 from parcae.train.budget import flops_per_step, tokens_per_step
 from parcae.train.checkpoint import Checkpoints
 from parcae.train.corpora import open_corpora
+from parcae.train.determinism import deterministic
 from parcae.train.display import Display, clock
 from parcae.train.distributed import Processes, processes
-from parcae.train.guard import Diverged, diagnose
+from parcae.train.guard import diagnose
 from parcae.train.learner import Learner, Step
 from parcae.train.log import Log, finite, open_sinks
 from parcae.train.peak import peak_flops
@@ -41,12 +43,17 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
     keep_freed_memory()
     with ExitStack() as stack:
         workers = stack.enter_context(processes(recipe.run))
+        stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
+        problem = None
         if workers.is_first:
-            stack.enter_context(run_folder.held(out))
-            (run_folder.go_on if resume else run_folder.begin)(out, recipe)
-            open_corpora(recipe, out, display.say)
-        workers.wait()
+            try:
+                stack.enter_context(run_folder.held(out))
+                (run_folder.go_on if resume else run_folder.begin)(out, recipe)
+                open_corpora(recipe, out, display.say)
+            except (ConfigError, FileError) as error:
+                problem = error
+        workers.share(problem)
         learner = Learner(recipe, workers, open_corpora(recipe, out))
         stack.callback(learner.close)
         run = Run(recipe, out, workers, learner, display)
@@ -74,6 +81,7 @@ class Run:
         self.train_loss = math.nan
         """Running mean of the loss."""
         self.first_look: dict[str, Any] | None = None
+        self._watch = 0.0
 
     @property
     def done(self) -> float:
@@ -90,42 +98,55 @@ class Run:
         self._introduce()
         status, diagnosis = "finished", None
         with self.display, StopSignals() as stop:
-            try:
-                while self.done < 1 and status == "finished":
-                    self._one_step()
-                    if self.workers.any(stop.asked):
-                        status = "interrupted"
-            except Diverged:
-                status, diagnosis = "diverged", self._diagnose()
+            self._watch = time.perf_counter()
+            while status == "finished" and self.done < 1:
+                self._one_step()
+                # A checkpoint that could not be written stops the run too: saving raises its error.
+                asked = self.workers.any(stop.asked or self.checkpoints.failed)
+                if self.learner.guard.is_hopeless:
+                    status, diagnosis = "diverged", self._diagnose()
+                elif asked and self.done < 1:
+                    status = "interrupted"
+            if status == "finished" and self.learner.step not in self.validated:
+                self._validate()
             if status != "diverged":
                 self._save()
             self.checkpoints.wait()
-            self.workers.wait()
         return self._conclude(status, diagnosis)
 
     def _one_step(self) -> None:
-        settings, started = self.recipe.run, time.perf_counter()
+        started = time.perf_counter()
         measured = self.learner.take_step(self.done)
         took = time.perf_counter() - started
-        self._count(measured, took)
+        self._count(measured)
         self._report(measured, took)
-        step, started = self.learner.step, time.perf_counter()
-        if settings.telemetry_every and (step == 1 or step % settings.telemetry_every == 0):
+        settings, improved = self.recipe.run, False
+        first = self.learner.step == 1 and settings.telemetry_every > 0
+        if first or self._is_due(settings.telemetry_every):
             self._look()
-        if self.done >= 1 or (settings.validate_every and step % settings.validate_every == 0):
-            self._validate()
-        if settings.checkpoint_every and step % settings.checkpoint_every == 0:
+        if self._is_due(settings.validate_every):
+            improved = self._validate()
+        self._spend()
+        wanted = self._is_due(settings.checkpoint_every) or (improved and settings.keep_best)
+        # The end has its own. While steps are skipped, what is wrong may be in the weights, and
+        # must not push out the last good checkpoint.
+        if wanted and measured.taken and self.done < 1:
             self._save()
-        self._spend(time.perf_counter() - started)
 
-    def _count(self, measured: Step, took: float) -> None:
-        self._spend(took)
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.learner.step % every == 0
+
+    def _count(self, measured: Step) -> None:
+        self._spend()
         self.executed_flops += measured.flops
         if measured.taken:
             before = measured.loss if math.isnan(self.train_loss) else self.train_loss
             self.train_loss = 0.95 * before + 0.05 * measured.loss
 
-    def _spend(self, seconds: float) -> None:
+    def _spend(self) -> None:
+        """Count the time since this was last done."""
+        before, self._watch = self._watch, time.perf_counter()
+        seconds = self._watch - before
         if self.learner.total is None:  # the clock decides, so all must read the same one
             seconds = self.workers.gather(torch.tensor([seconds])).mean().item()
         self.seconds += seconds
@@ -165,16 +186,16 @@ class Run:
         self._write("event", what=what, message=message)
         self.display.say(f"step {self.learner.step}: {what}: {message}")
 
-    def _look(self) -> dict[str, Any] | None:
+    def _look(self) -> None:
         seen = self.learner.look()
         if seen is not None:
             self._write("telemetry", **seen)
             self.first_look = self.first_look or finite(seen)
-        return seen
 
-    def _validate(self) -> None:
-        if not self.learner.corpora.can_validate:
-            return
+    def _validate(self) -> bool:
+        """Whether it is the best so far."""
+        if not self.learner.can_validate:
+            return False
         losses = self.learner.validate()
         self.validated = {self.learner.step: losses}
         bits = {t: loss.bits_per_byte for t, loss in losses.items()}
@@ -184,10 +205,10 @@ class Run:
         words = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
         self.display.say(f"step {self.learner.step}  held-out loss  {words}")
         nominal = losses[self.recipe.model.loop.nominal_loops].loss
-        if nominal < self.best_loss:
+        improved = nominal < self.best_loss
+        if improved:
             self.best_loss = nominal
-            if self.recipe.run.keep_best:
-                self._save()
+        return improved
 
     def _save(self) -> None:
         losses = self.validated.get(self.learner.step)
@@ -211,7 +232,7 @@ class Run:
             return
         step, problems = found
         for problem in problems:
-            self.display.say(f"{problem} Going back further.")
+            self.display.say(f"{problem} Going back to step {step}.")
         learner = self.learner
         state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
         learner.restore(step, state)
@@ -221,6 +242,8 @@ class Run:
         self.first_look = state["first_look"]
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
         self.validated = {step: losses} if losses else {}
+        self.workers.wait()  # the others may still be reading
+        self.checkpoints.set_aside_after(step)
 
     def _diagnose(self) -> str:
         seen = self.learner.look()
@@ -248,10 +271,12 @@ class Run:
             + f"; into {self.out}"
         )
         if learner.step:
-            self.display.say(f"Resumed at step {learner.step}.")
-        if not learner.corpora.can_validate:
+            finished = ", its end: nothing is left to do" if self.done >= 1 else ""
+            self.display.say(f"Resumed at step {learner.step}{finished}.")
+        if not learner.can_validate:
             self.display.say(
-                "Nothing is held out, so there is no validation: see data.validation_fraction."
+                "No row of documents is held out, so there is no validation: see "
+                "data.validation_fraction."
             )
 
     def _conclude(self, status: str, diagnosis: str | None) -> dict[str, Any]:

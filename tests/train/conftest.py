@@ -1,0 +1,27 @@
+"""Text to train on, made once, and runs that do not measure the machine first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parcae.train import trainer
+from train import runs
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return runs.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def unmeasured_machine(monkeypatch):
+    monkeypatch.setattr(trainer, "peak_flops", lambda *_: 1e12)
