@@ -1,0 +1,460 @@
+"""Runs as a whole: how they stop, how long they are, and that what they report is true."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+import parcae
+from parcae import cli
+from parcae.model.flops import parameter_count, training_flops_per_token
+from parcae.recipe import write_toml
+from parcae.train import trainer
+from parcae.train.budget import total_steps
+from parcae.train.corpora import open_corpora
+from parcae.train.display import Display
+from parcae.train.settings import plain_recipe, recipe_from_tree
+from parcae.train.trainer import Run, train
+from train import runs
+
+QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
+
+RDM = {
+    "injection": "concatenation",
+    "mlp": "swiglu",
+    "qk_norm": False,
+    "init": "scaled",
+    "readout": False,
+    "prelude_norm": False,
+    "value_embeddings": False,
+    "mlp_width": 64,
+}
+TRANSFORMER = {
+    "architecture": "transformer",
+    "injection": "none",
+    "readout": False,
+    "prelude_norm": False,
+    "loop": {"mean_loops": 1},
+}
+KINDS = {
+    "parcae": {},
+    "parcae-wide-state": {"state_width": 48, "state_heads": 2},
+    "rdm": {**RDM, "norm": "residual"},
+    "rdm-prenorm": RDM,
+    "addition": {**RDM, "injection": "addition"},
+    "transformer": TRANSFORMER,
+}
+
+
+def command(words, log, pause, stuck_at=None, threads=1, kill_at=None):
+    """`parcae` with its output in a file, slowly enough to be interrupted."""
+    torch.set_num_threads(threads)
+    trainer.peak_flops = lambda *_: 1e12
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        time.sleep(60 if self.learner.step == stuck_at else pause)
+        if self.learner.step == kill_at:
+            self.checkpoints.wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Run._one_step = one_step
+    with log.open("w") as stream:
+        sys.stderr = stream
+        from parcae import console
+
+        console.out.file = stream
+        sys.exit(cli.main(list(map(str, words))))
+
+
+def start(*arguments, **options):
+    process = runs.clean_processes().Process(target=command, args=arguments, kwargs=options)
+    process.start()
+    return process
+
+
+def wait_for_step(run, step, process):
+    metrics = run / "metrics.jsonl"
+    while process.exitcode is None:
+        if metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it ended before it could be interrupted")
+
+
+@pytest.fixture
+def recipe_file(text, tmp_path):
+    recipe, path = runs.recipe(text, budget={"steps": 16}), tmp_path / "recipe.toml"
+    path.write_text(write_toml(plain_recipe(recipe)))
+    return recipe, path
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
+    how, recipe_file, tmp_path, one_thread
+):
+    (recipe, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
+    process = start(["train", path, "--out", run], log, pause=0.05)
+    wait_for_step(run, 4, process)
+    os.kill(process.pid, how)
+    process.join(timeout=30)
+    assert process.exitcode == 0, log.read_text()
+    assert f"saved. Go on with: parcae train --resume {run}" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert 4 <= result["steps"] < 16
+    assert (run / "checkpoints" / f"step-{result['steps']:08d}").exists()
+
+    again = train(recipe, run, resume=True)
+    whole = train(recipe, tmp_path / "whole")
+    assert again["status"] == "finished"
+    assert again["seconds"] > result["seconds"], "the time goes on as well"
+    assert runs.curve(run) == runs.curve(tmp_path / "whole")
+    differing = {"seconds"}
+    assert {k: v for k, v in again.items() if k not in differing} == {
+        k: v for k, v in whole.items() if k not in differing
+    }
+    ours, theirs = runs.weights(run, 16), runs.weights(tmp_path / "whole", 16)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
+    (_, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
+    process = start(["train", path, "--out", run], log, pause=0, stuck_at=4)
+    wait_for_step(run, 4, process)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert process.exitcode is None, "the first waits for the end of the step"
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=10)
+    assert process.exitcode == 130
+    assert "parcae: stopped." in log.read_text()
+    assert (run / "checkpoints" / "step-00000003").exists()
+
+
+def test_a_signal_in_the_last_step_does_not_make_a_finished_run_an_interrupted_one(
+    text, tmp_path, monkeypatch
+):
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "_one_step", one_step)
+    result = train(runs.recipe(text, budget={"steps": 4}, run=QUIET), tmp_path / "run")
+    assert result["status"] == "finished"
+    assert result["validation"]
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(text, tmp_path, capsys):
+    recipe, run = runs.recipe(text, budget={"steps": 6}), tmp_path / "run"
+    result = train(recipe, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert train(recipe, run, resume=True) == result
+    said = capsys.readouterr().out
+    assert "Resumed at step 6, its end: nothing is left to do." in said
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_the_callers_process_is_left_as_it_was(text, tmp_path):
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    modes = []
+    recipe = runs.recipe(text, budget={"steps": 1}, run=QUIET)
+    for number, mode in enumerate(["default", "warn"]):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            train(recipe, tmp_path / str(number))
+            modes.append(torch.get_deterministic_debug_mode())
+        finally:
+            torch.set_deterministic_debug_mode("default")
+    assert modes == [0, 1]
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_an_error_in_a_step_leaves_no_thread_and_no_lock(text, tmp_path, monkeypatch):
+    import threading
+
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 2:
+            raise RuntimeError("in a step")
+
+    before, recipe = threading.active_count(), runs.recipe(text, budget={"steps": 4})
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_one_step", one_step)
+        with pytest.raises(RuntimeError, match="in a step"):
+            train(recipe, tmp_path / "run")
+    assert threading.active_count() == before
+    assert train(recipe, tmp_path / "run", resume=True)["status"] == "finished"
+
+
+def with_budget(text, **budget):
+    return recipe_from_tree({**plain_recipe(runs.recipe(text, run=QUIET)), "budget": budget})
+
+
+def test_budgets_come_to_steps(text):
+    """A step has 4 rows of 16 tokens."""
+    model = runs.recipe(text).model
+    parameters, flops = parameter_count(model), training_flops_per_token(model)
+    assert total_steps(with_budget(text, steps=7)) == 7
+    assert total_steps(with_budget(text, tokens=64 * 9 + 10)) == 9
+    assert total_steps(with_budget(text, tokens=1)) == 1
+    assert total_steps(with_budget(text, flops=64 * flops * 11.4)) == 11
+    ratio = 64 * 13 / parameters
+    assert total_steps(with_budget(text, tokens_per_parameter=ratio)) == 13
+    assert total_steps(with_budget(text, minutes=1)) is None
+
+
+@pytest.mark.parametrize("kind", ["tokens", "flops", "tokens_per_parameter"])
+def test_a_budget_is_spent(kind, text, tmp_path):
+    model = runs.recipe(text).model
+    amount = {"tokens": 64 * 3, "flops": 64 * 3 * training_flops_per_token(model)}
+    amount["tokens_per_parameter"] = 64 * 3 / parameter_count(model)
+    result = train(with_budget(text, **{kind: amount[kind]}), tmp_path / "run")
+    assert result["steps"] == 3
+    spent = {**result, "tokens_per_parameter": result["tokens"] / result["parameters"]}
+    assert spent[kind] == pytest.approx(amount[kind], rel=1e-9)
+    assert result["executed_flops"] != result["flops"], "depths were drawn"
+
+
+def test_a_run_by_the_clock(text, tmp_path):
+    """It ends near its time, its schedule at zero, and is validated although nothing else is."""
+    recipe = with_budget(text, minutes=2 / 60)
+    started = time.perf_counter()
+    result = train(recipe, tmp_path / "run")
+    took = time.perf_counter() - started
+    assert 2.0 <= result["seconds"] < 3.0
+    assert result["seconds"] < took
+    rates = [line[1]["muon"] for line in runs.lines(tmp_path / "run", "train", "lr")]
+    assert len(rates) == result["steps"]
+    assert rates[0] == recipe.optimiser.muon_lr
+    assert sorted(rates, reverse=True) == rates
+    assert 0 < rates[-1] < 0.15 * rates[0]
+    assert set(result["validation"]) == {"1", "3", "6"}
+    again = train(recipe, tmp_path / "run", resume=True)
+    assert again["steps"] == result["steps"], "its time is over"
+    assert again["validation"] == result["validation"]
+
+
+def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch):
+    """Validation and telemetry take their time from the run, and it is still validated last."""
+    monkeypatch.setattr(Run, "_look", lambda self: time.sleep(0.3))
+    recipe = with_budget(text, minutes=1 / 60)
+    recipe = runs.changed(recipe, run={"telemetry_every": 1})
+    result = train(recipe, tmp_path / "run")
+    assert result["steps"] <= 4
+    assert result["validation"]
+
+
+def test_accumulation_changes_nothing(text, tmp_path):
+    curves = []
+    for rows in (1, 2, 4):
+        recipe = runs.recipe(text, data={"micro_batch": rows}, budget={"steps": 10}, run=QUIET)
+        train(recipe, tmp_path / str(rows))
+        curves.append(runs.lines(tmp_path / str(rows), "train", "loss", "executed_flops"))
+    for other in curves[1:]:
+        for (step, *mine), (same, *yours) in zip(other, curves[0], strict=True):
+            assert step == same
+            assert mine == pytest.approx(yours, rel=1e-5)
+
+
+def test_uneven_micro_batches_weigh_rows_alike(text, tmp_path):
+    """Three rows and then one."""
+    losses = []
+    for rows in (3, 4):
+        recipe = runs.recipe(text, data={"micro_batch": rows}, budget={"steps": 3}, run=QUIET)
+        train(recipe, tmp_path / str(rows))
+        losses.append([line[1] for line in runs.lines(tmp_path / str(rows), "train", "loss")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """A run with a checkpoint, a validation and telemetry at step 10."""
+    folder = tmp_path_factory.mktemp("observed")
+    text = runs.write_text(folder)
+    recipe = runs.recipe(text, budget={"steps": 10}, model={"core_layers": 2})
+    trainer_peak, trainer.peak_flops = trainer.peak_flops, lambda *_: None
+    try:
+        result = train(recipe, folder / "run")
+    finally:
+        trainer.peak_flops = trainer_peak
+    model = parcae.load(folder / "run" / "checkpoints" / "step-00000010")
+    return recipe, folder / "run", model, result
+
+
+@torch.no_grad()
+def test_validation_is_what_the_checkpoint_gives(observed):
+    recipe, run, model, result = observed
+    batches = list(open_corpora(recipe, run).validation(recipe, 3))
+    assert sum(len(batch.inputs) for batch in batches) == 4
+    told = dict(runs.lines(run, "validation", "losses"))[10]
+    assert set(told) == {"1", "3", "6"}
+    for depth, loss in told.items():
+        sums = [
+            model(inputs, targets, depths=int(depth), state="zero").loss.item() * targets.numel()
+            for inputs, targets in batches
+        ]
+        expected = sum(sums) / sum(targets.numel() for _, targets in batches)
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert result["validation"][depth]["loss"] == loss
+
+
+@torch.no_grad()
+def test_telemetry_is_what_the_public_forward_shows(observed):
+    recipe, run, model, _ = observed
+    (told,) = [
+        line
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "telemetry" and line["step"] == 10
+    ]
+    tokens = next(iter(open_corpora(recipe, run).validation(recipe, 4))).inputs
+    seen = {"prelude": [], "loop": []}
+    core, prelude = model.loop.core, model.prelude
+    model.embed.register_forward_hook(lambda _m, _i, out: seen["prelude"].append(mean_norm(out)))
+    for block in prelude.blocks:
+        block.register_forward_hook(lambda _m, _i, out: seen["prelude"].append(mean_norm(out)))
+    prelude.norm.register_forward_hook(lambda _m, _i, out: seen["prelude"].append(mean_norm(out)))
+    core.blocks[0].register_forward_pre_hook(lambda _m, i: seen["loop"].append(mean_norm(i[0])))
+    for block in core.blocks:
+        block.register_forward_hook(lambda _m, _i, out: seen["loop"].append(mean_norm(out)))
+    output = model(tokens, depths=3, state="zero", trajectory=True)
+
+    near = {"rel": 1e-5}
+    states = output.trajectory.states
+    assert told["depth"] == 3
+    assert told["state_norms"] == pytest.approx([mean_norm(h) for h in states[1:]], **near)
+    assert told["state_norm"] == told["state_norms"][-1]
+    residuals = output.trajectory.residuals.mean(dim=(1, 2)).tolist()
+    assert told["residuals"] == pytest.approx(residuals, **near)
+    assert told["residual"] == told["residuals"][-1]
+    assert told["prelude_norms"] == pytest.approx(seen["prelude"], **near)
+    assert len(told["first_loop_norms"]) == 3
+    assert told["first_loop_norms"] == pytest.approx(seen["loop"][:3], **near)
+
+    a, b = core.injection.transition_matrix(), core.injection.input_matrix()
+    radius = torch.linalg.eigvals(a).abs().max().item()
+    assert told["spectral_radius"] == pytest.approx(radius, **near)
+    assert told["transition_norm"] == pytest.approx(torch.linalg.svdvals(a)[0].item(), **near)
+    assert told["input_norm"] == pytest.approx(torch.linalg.svdvals(b)[0].item(), **near)
+    c = model.coda.readout.weight
+    assert told["readout_norm"] == pytest.approx(torch.linalg.svdvals(c)[0].item(), **near)
+    expansion = mean_norm(output.state @ c.T) / mean_norm(output.state)
+    assert told["readout_expansion"] == pytest.approx(expansion, **near)
+
+
+def mean_norm(x):
+    return x.square().sum(-1).sqrt().mean().item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_thread):
+    recipe = runs.recipe(text, model=KINDS[kind], budget={"steps": 8})
+    if kind.startswith("rdm"):
+        optimiser = {"kind": "adamw-atan2", "lr": 3e-3, "weight_decay": 4e-5}
+        recipe = runs.changed(recipe, optimiser=optimiser)
+    result = train(recipe, tmp_path / "whole")
+    losses = [line[1] for line in runs.lines(tmp_path / "whole", "train", "loss")]
+    assert losses[-1] < losses[0] - 0.1
+    depths = {"1"} if kind == "transformer" else {"1", "3", "6"}
+    assert set(result["validation"]) == depths
+    looks = runs.lines(tmp_path / "whole", "telemetry")
+    assert len(looks) == (0 if kind == "transformer" else 2)
+
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_one_step", one_step)
+        assert train(recipe, tmp_path / "run")["status"] == "interrupted"
+    train(recipe, tmp_path / "run", resume=True)
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
+
+
+def test_bfloat16_on_the_cpu(text, tmp_path):
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        recipe = runs.recipe(text, run={"precision": precision}, budget={"steps": 6})
+        result = train(recipe, tmp_path / precision)
+        assert result["status"] == "finished"
+        losses[precision] = [x[1] for x in runs.lines(tmp_path / precision, "train", "loss")]
+        stored = runs.weights(tmp_path / precision, 6)
+        assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.05)
+    assert losses["bfloat16"] != losses["float32"]
+
+
+def test_loops_can_be_computed_again(text, tmp_path, one_thread):
+    curves = []
+    for again in (False, True):
+        settings = {**QUIET, "checkpoint_loops": again}
+        train(runs.recipe(text, budget={"steps": 4}, run=settings), tmp_path / str(again))
+        curves.append(runs.lines(tmp_path / str(again), "train", "loss"))
+    assert curves[0] == curves[1]
+
+
+def test_the_display_takes_what_comes(capsys):
+    display = Display(shown=True)
+    numbers = {"loss": float("nan"), "gradient_norm": float("inf"), "mean_depth": 1.0}
+    display.update(1, 0.0, 0.0, {**numbers, "tokens_per_second": 10.0, "peak_fraction": None})
+    display.say("into runs/[bold]x[/italic] :smile:")
+    said = capsys.readouterr().out
+    assert "loss nan  |g| inf" in said
+    assert "into runs/[bold]x[/italic] :smile:" in said
+
+
+def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
+    text, tmp_path, monkeypatch
+):
+    from parcae.infer import plain
+
+    real = plain.probabilities
+    calls = iter(range(1000))
+
+    def probabilities(logits, sampling):
+        return real(logits * float("nan") if next(calls) >= 3 else logits, sampling)
+
+    monkeypatch.setattr(plain, "probabilities", probabilities)
+    settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
+    result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
+    assert [sample["depth"] for sample in result["samples"]] == [1, 2, 3]
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+
+
+@pytest.mark.slow
+def test_compiled_killed_and_resumed_is_bit_identical(text, tmp_path):
+    recipe, path = runs.recipe(text, budget={"steps": 8}), tmp_path / "recipe.toml"
+    recipe = runs.changed(recipe, run={"compile": True, "telemetry_every": 0})
+    path.write_text(write_toml(plain_recipe(recipe)))
+    whole, run, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    plan = [
+        (["train", path, "--out", whole], {}, 0),
+        (["train", path, "--out", run], {"kill_at": 5}, -9),
+        (["train", "--resume", run], {}, 0),
+    ]
+    for words, options, code in plan:
+        process = start(words, log, pause=0, threads=2, **options)
+        process.join(timeout=280)
+        assert process.exitcode == code, log.read_text()
+    assert runs.curve(run) == runs.curve(whole)
+    assert runs.lines(run, "validation", "losses") == runs.lines(whole, "validation", "losses")
+    ours, theirs = runs.weights(run, 8), runs.weights(whole, 8)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
