@@ -1,6 +1,6 @@
-"""How much memory `parcae data prepare` takes on documents and files that are far too large.
+"""How much memory `parcae data prepare` takes where files, documents or their number are extreme.
 
-    python benchmarks/prepare_memory.py [--megabytes 48] [--kinds text json parquet one-word]
+    python benchmarks/prepare_memory.py [--megabytes 48] [--kinds text json parquet ...]
 
 Each kind is prepared in a process of its own, whose peak resident memory is printed (Linux only:
 `ru_maxrss` would count the parent's memory from before the exec). The text is the built-in
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import zstandard
 
 from parcae.data.corpus import find_files, read_documents
 from parcae.data.readers import Reading
@@ -68,11 +69,38 @@ def write_one_word(folder: Path, text: str) -> Path:
     return path
 
 
+def write_tiny(folder: Path, text: str) -> Path:
+    """Records of one letter each, as many as the text has room for."""
+    path = folder / "tiny.jsonl"
+    path.write_text('{"text": "a"}\n' * (len(text) // 24))
+    return path
+
+
+def write_empty(folder: Path, text: str) -> Path:
+    """Records without text, behind one with some."""
+    path = folder / "empty.jsonl"
+    path.write_text('{"text": "some"}\n' + '{"text": ""}\n' * (len(text) // 16))
+    return path
+
+
+def write_repetitive(folder: Path, text: str) -> Path:
+    """Text that zstandard packs ten thousand times smaller."""
+    path = folder / "repetitive.jsonl.zst"
+    record = json.dumps({"text": "boilerplate " * 400}).encode() + b"\n"
+    with path.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as packed:
+        for _ in range(8 * len(text) // len(record)):
+            packed.write(record)
+    return path
+
+
 KINDS: dict[str, Callable[[Path, str], Path]] = {
     "text": write_text,
     "json": write_json,
     "parquet": write_parquet,
     "one-word": write_one_word,
+    "tiny": write_tiny,
+    "empty": write_empty,
+    "repetitive": write_repetitive,
 }
 
 
@@ -94,7 +122,7 @@ def main() -> None:
             command += [str(folder / "tokenizer.json"), str(folder / kind)]
             peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             size = source.stat().st_size / 1e6
-            print(f"{kind:9} {size:6.1f} MB: peak {float(peak):.0f} MiB", flush=True)
+            print(f"{kind:10} {size:6.1f} MB: peak {float(peak):.0f} MiB", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,15 @@ class WriteError(FileError):
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
+def writing(path: str | Path, remedy: str = "") -> Iterator[None]:
     """What the system says against writing, as an error that names the file."""
     try:
         yield
     except FileError:
         raise
     except OSError as error:
-        raise WriteError(f"{path}: could not be written ({error.strerror or error}).") from error
+        problem = f"{path}: could not be written ({error.strerror or error})."
+        raise WriteError(f"{problem} {remedy}".strip()) from error
 
 
 @contextlib.contextmanager
@@ -43,7 +44,9 @@ def reading(path: str | Path) -> Iterator[None]:
     except FileNotFoundError:
         raise FileError(f"{path}: no such file.") from None
     except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        raise FileError(
+            f"{path}: cannot be read ({error.strerror or error}). Check its permissions."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -120,9 +123,10 @@ def sha256(path: str | Path) -> str:
 def exclusive(folder: str | Path) -> Iterator[None]:
     """Hold `folder` against other processes; the lock goes with the process, even a killed one."""
     folder = Path(folder)
-    with writing(folder):
+    remedy = "Choose another folder."
+    with writing(folder, remedy):
         if folder.is_file():
-            raise FileError(f"{folder}: a file, not a folder. Choose another name.")
+            raise FileError(f"{folder}: a file, not a folder. {remedy}")
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / ".lock").open("a+")
     with stream:
@@ -133,7 +137,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             raise FileError(
                 f"{folder}: another process{owner} is using it. Wait for it, or use another folder."
             ) from None
-        with writing(folder):
+        with writing(folder, remedy):
             stream.truncate(0)
             stream.write(str(os.getpid()))
             stream.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -32,12 +33,13 @@ from preparing import (
 )
 
 from parcae.config import ConfigError
+from parcae.data import encoding
 from parcae.data import prepare as module
-from parcae.data.corpus import find_files, split_of
+from parcae.data.corpus import Document, Position, find_files, split_of
 from parcae.data.encoding import tokenise
 from parcae.data.prepare import Update, prepare
 from parcae.data.shards import Shards, ShardWriter
-from parcae.data.tokenizer import Tokenizer, train
+from parcae.data.tokenizer import Tokenizer, _batches, train
 from parcae.files import FileError, exclusive
 
 
@@ -336,6 +338,14 @@ def test_a_large_vocabulary_takes_32_bits(tmp_path: Path, source: Path) -> None:
     manifest = prepare(work_on(source, Tokenizer(json.dumps(tree))), tmp_path / "out")
     assert manifest["dtype"] == "<u4"
     assert Shards.open(tmp_path / "out").tokens(0).dtype == np.uint32
+
+
+def test_short_documents_are_charged_for_what_python_keeps_of_them() -> None:
+    """Two million letters, each a document of its own, once took 2 GiB."""
+    empty = itertools.repeat(Document("", Position(), 0.0), 20_000)
+    assert max(map(len, encoding._batches(empty))) <= encoding.BATCH_CHARACTERS // 200 + 1
+    pieces = ((number, "") for number in range(20_000))
+    assert max(map(len, _batches(pieces))) <= encoding.BATCH_CHARACTERS // 200 + 1
 
 
 MEASURED = """

@@ -90,7 +90,8 @@ def read(path: Path, format: Format, reading: Reading, skip: int = 0) -> Iterato
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{path}: cannot be read ({error.strerror or error}).") from None
+        problem = error.strerror or error
+        raise FileError(f"{path}: cannot be read ({problem}). Check its permissions.") from None
 
 
 def _not_utf8(place: object, error: UnicodeDecodeError) -> str:
