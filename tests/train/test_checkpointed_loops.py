@@ -1,0 +1,86 @@
+"""With checkpointed loops, memory is flat in the loops that carry gradient, and nothing else
+changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from conftest import KINDS, randomised
+
+SCRIPT = """
+import json, resource, sys
+import torch
+from parcae.model import create
+
+carried, checkpointed = int(sys.argv[1]), sys.argv[2] == "checkpointed"
+loop = {"mean_loops": 12, "backprop_loops": carried, "sampler": "fixed"}
+model = create("parcae-10m", loop=loop)
+if checkpointed:
+    model.checkpoint_loops()
+tokens = torch.zeros(16, 128, dtype=torch.long)
+model(tokens[:1], tokens[:1]).loss.backward()  # loads what is loaded late
+with open("/proc/self/status") as stream:
+    before = 1024 * next(int(line.split()[1]) for line in stream if line.startswith("VmRSS"))
+model(tokens, tokens).loss.backward()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([before, peak]))
+"""
+
+
+def peak(carried, how):
+    """(Bytes of the process before, at its peak) over steps with so many loops of gradient."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", SCRIPT, str(carried), how]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_the_loops_that_carry_gradient():
+    taken = {
+        (how, carried): (lambda before, peak: peak - before)(*peak(carried, how))
+        for how in ("checkpointed", "plain")
+        for carried in (4, 12)
+    }
+    assert taken["checkpointed", 12] < 1.1 * taken["checkpointed", 4]
+    assert taken["plain", 12] > 2 * taken["plain", 4]
+    assert taken["checkpointed", 4] < 0.5 * taken["plain", 4]
+
+
+def gradients(model, depths):
+    tokens = torch.arange(4 * 32).reshape(4, 32) % 96
+    output = model(tokens, tokens.roll(-1, 1), depths=depths, state="zero")
+    output.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return output.loss.detach(), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_the_same_bits(kind):
+    model = randomised(KINDS[kind])
+    loss, plain = gradients(model, [1, 6, 3, 6])
+    model.checkpoint_loops()
+    again, checkpointed = gradients(model, [1, 6, 3, 6])
+    assert torch.equal(loss, again)
+    assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_gradients_are_the_same_compiled():
+    """Traced and partitioned as for the default backend, which takes a minute to write code."""
+    plain_model, model = randomised(KINDS["parcae"]), randomised(KINDS["parcae"])
+    model.checkpoint_loops()
+    for each in (plain_model, model):
+        each.compile_layers(backend="aot_eager")
+    loss, plain = gradients(plain_model, [1, 6, 3, 6])
+    again, checkpointed = gradients(model, [1, 6, 3, 6])
+    torch.testing.assert_close(loss, again)
+    torch.testing.assert_close(checkpointed, plain, rtol=1e-5, atol=1e-6)
