@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -351,3 +352,46 @@ def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
     with pytest.raises(FileError, match="No space left"):
         train(recipe, tmp_path / "run")
     assert 10 <= max(reached) < 15
+
+
+def fail_to_write(recipe, out, rank, port, log):
+    """One of two processes; only the first, or with shards both, finds the disk full."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint.save_file = full
+    checkpoint.HuggingFaceStorageWriter.write_data = full
+    try:
+        train(recipe, out)
+    except FileError as error:
+        log.write_text(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_give_up_together(kind, text, tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    recipe = runs.recipe(text, run={"parallel": kind, "keep_best": False})
+    logs, context = [tmp_path / f"{rank}.log" for rank in range(2)], runs.clean_processes()
+    workers = [
+        context.Process(
+            target=fail_to_write, args=(recipe, tmp_path / "run", rank, port, logs[rank])
+        )
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=60)
+        assert worker.exitcode == 0
+    first, second = (log.read_text() for log in logs)
+    assert "No space left on device" in first
+    assert "another process" in second or "No space left on device" in second
+    assert open_store(tmp_path / "run").steps() == []
