@@ -167,3 +167,22 @@ def test_the_core_is_gathered_once_per_micro_step(tmp_path):
         run={"parallel": "fsdp"},
     )
     together(2, count_gathers, recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_the_first_process_may_do_more_alone(rows, tmp_path):
+    """Sampling is the first process's, and an odd number of validation batches is uneven."""
+    recipe = runs.recipe(
+        runs.write_text(tmp_path),
+        budget={"steps": 3},
+        run={
+            "parallel": "fsdp",
+            "validation_rows": rows,
+            "sample_prompts": ["alpha", "beta"],
+            "sample_tokens": 3,
+        },
+    )
+    together(2, go, recipe, tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert len(result["samples"]) > 2

@@ -129,6 +129,8 @@ class Shards(Several):
             units += [model.prelude, model.loop, model.coda]
         fully_shard(model, mp_policy=policy, reshard_after_forward=False)
         self._units = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
+        staying = {model, model.loop} if isinstance(model, LoopedModel) else {model}
+        self._passing = [unit for unit in self._units if unit not in staying]
         return model
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -137,6 +139,8 @@ class Shards(Several):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        """Also after a forward inside: processes may run different numbers of them, or none."""
+        self._reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
         try:
@@ -144,6 +148,12 @@ class Shards(Several):
         finally:
             for unit in self._units:
                 unit.reshard()
+            self._reshard_after_forward(True)
+
+    def _reshard_after_forward(self, wanted: bool) -> None:
+        """Of the units that do so in training."""
+        for unit in self._passing:
+            unit.set_reshard_after_forward(wanted, recurse=False)
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         return norm.full_tensor()  # type: ignore[attr-defined]
