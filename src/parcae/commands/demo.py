@@ -104,9 +104,10 @@ def _explain(
     prompt = result["samples"][0]["prompt"] if result["samples"] else ""
     for sample in result["samples"]:
         if sample["prompt"] == prompt and sample["depth"] in SHOWN_DEPTHS:
-            console.out.rule(f"{sample['depth']} loops", align="left", style="cyan")
+            loops = "1 loop" if sample["depth"] == 1 else f"{sample['depth']} loops"
+            console.out.print(Text(f"── {loops} " + "─" * 60, style="cyan"))
             console.out.print(Text(prompt, style="bold") + Text(sample["text"], style="default"))
-    console.out.rule(style="cyan")
+    console.out.print(Text("─" * 70, style="cyan"))
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
         f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
