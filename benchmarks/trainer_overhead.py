@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from parcae.cpu import keep_freed_memory
-from parcae.train import folder as run_folder
+from parcae.files import exclusive
 from parcae.train.corpora import open_corpora
 from parcae.train.display import Display
 from parcae.train.distributed import processes
@@ -52,7 +52,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> None:
             "run": {"device": "cpu", "validate_every": 0, "checkpoint_every": 0},
         }
     )
-    with processes(recipe.run) as workers, run_folder.held(out):
+    with processes(recipe.run) as workers, exclusive(out):
         corpora = open_corpora(recipe, out, lambda _: None)
         learner = Learner(recipe, workers, corpora)
         run = Run(recipe, out, workers, learner, Display(shown=True))

@@ -219,16 +219,16 @@ def test_a_second_process_on_the_same_folder(write, fails, tmp_path):
 
 def test_a_folder_that_is_a_file(write, fails, tmp_path):
     (tmp_path / "file").write_text("mine")
-    assert "file: not a folder" in fails(write(), "--out", tmp_path / "file")
-    assert "not a folder" in fails(write(), "--out", tmp_path / "file" / "run")
+    assert "not a folder" in fails(write(), "--out", tmp_path / "file")
+    assert "Not a directory" in fails(write(), "--out", tmp_path / "file" / "run")
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_read_only_folder(write, fails, tmp_path):
     """The kernel's own tables cannot be written even by root."""
     error = fails(write(), "--out", "/proc/self/run")
-    assert "/proc/self/run: cannot be written" in error
-    assert "Use another --out" in error
+    assert "/proc/self/run: could not be written" in error
+    assert "Choose another folder" in error
 
 
 def test_a_run_on_a_disk_that_became_read_only(write, fails, tmp_path):
@@ -243,8 +243,8 @@ def test_a_run_on_a_disk_that_became_read_only(write, fails, tmp_path):
                 subprocess.run(["umount", str(run)], check=True)
             pytest.skip(f"nothing can be mounted here: {done.stderr.decode().strip()}")
     try:
-        assert "cannot be written (Read-only file system)" in fails("--resume", run)
-        assert "cannot be written (Read-only file system)" in fails(recipe, "--out", run)
+        assert "could not be written (Read-only file system)" in fails("--resume", run)
+        assert "could not be written (Read-only file system)" in fails(recipe, "--out", run)
     finally:
         subprocess.run(["umount", str(run)], check=True)
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
@@ -335,3 +335,22 @@ def test_the_recipe_of_a_run_reads_back(text, tmp_path):
     from parcae.train.folder import read_recipe
 
     assert plain_recipe(read_recipe(tmp_path / "run")) == plain_recipe(recipe)
+
+
+def test_a_folder_with_files_of_others_is_refused_and_left_alone(write, fails, tmp_path):
+    mine = tmp_path / "mine"
+    (mine / "data").mkdir(parents=True)
+    (mine / "data" / "text.jsonl").write_text("{}")
+    (mine / "recipe.toml").write_text("# my own\n")
+    before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
+    assert "not of a run" in fails(write(), "--out", mine)
+    assert before.items() <= {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}.items()
+
+
+def test_a_run_goes_on_from_another_folder(text, tmp_path, monkeypatch):
+    """Paths of the recipe are relative to where it was started."""
+    monkeypatch.chdir(text.parent)
+    recipe = runs.recipe(text, budget={"steps": 4}, data={"sources": [text.name]})
+    train(recipe, tmp_path / "run")
+    monkeypatch.chdir("/")
+    assert cli.main(["train", "--resume", str(tmp_path / "run")]) == 0

@@ -123,6 +123,20 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
+    """A cluster sends one to every process, and the launcher passes its own on to them."""
+    real = Run._one_step
+
+    def one_step(run):
+        real(run)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "_one_step", one_step)
+    assert train(runs.recipe(text), tmp_path / "run")["status"] == "interrupted"
+    assert runs.weights(tmp_path / "run", 1)
+
+
 def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
     (_, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
     process = start(["train", path, "--out", run], log, pause=0, stuck_at=4)

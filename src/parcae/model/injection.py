@@ -64,7 +64,7 @@ class Injection(nn.Module, ABC):
     @torch.no_grad()
     def spectral_radius(self) -> float:
         """Largest |eigenvalue| of A_bar."""
-        eigenvalues = torch.linalg.eigvals(self.transition_matrix().double())
+        eigenvalues = torch.linalg.eigvals(self.transition_matrix().cpu().double())
         return eigenvalues.abs().max().item()
 
 

@@ -106,8 +106,6 @@ class Checkpoints:
         """For the one that is being written; if any process failed at that, all raise an error."""
         pending, self._pending = self._pending, None
         error = None if pending is None else pending.exception()
-        if error is not None and not isinstance(error, FileError):
-            raise error
         self.processes.share(error)
 
     @property

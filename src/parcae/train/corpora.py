@@ -111,6 +111,8 @@ def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = 
 def _tokenizer(
     recipe: Recipe, run: Path, prepared: dict[str, Path], say: Callable[[str], None] | None
 ) -> Tokenizer:
+    if (run / METRICS_FILE).exists() and (run / TOKENIZER_FILE).exists():
+        return Tokenizer.load(run / TOKENIZER_FILE)  # the run goes on with what it began with
     if recipe.data.tokenizer is not None:
         return Tokenizer.load(recipe.data.tokenizer)
     if prepared:

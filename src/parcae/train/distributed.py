@@ -19,7 +19,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
@@ -47,7 +47,7 @@ class Processes:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+    def wrap(self, model: LanguageModel) -> nn.Module:
         """What the training step calls instead of the model."""
         return model
 
@@ -73,7 +73,7 @@ class Processes:
     def wait(self) -> None:
         """For all others to come here."""
 
-    def share(self, problem: Exception | None) -> None:
+    def share(self, problem: BaseException | None) -> None:
         """Raise it, in every process: none waits for one that has given up. All come here."""
         if self.any(problem is not None):
             raise problem or FileError("another process of this run has failed; see its message.")
@@ -102,7 +102,7 @@ class Several(Processes):
 class Copies(Several):
     """DDP: every process holds the model, gradients are averaged."""
 
-    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
+    def wrap(self, model: LanguageModel) -> nn.Module:
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.replicas = dist.group.WORLD
         return self._wrapped
@@ -116,18 +116,16 @@ class Shards(Several):
 
     sharded = True
 
-    def wrap(self, model: LanguageModel, dtype: torch.dtype) -> nn.Module:
-        mixed = dtype != torch.float32
-        policy = MixedPrecisionPolicy(
-            param_dtype=dtype if mixed else None, reduce_dtype=torch.float32 if mixed else None
-        )
+    def wrap(self, model: LanguageModel) -> nn.Module:
+        """Without a mixed-precision policy: it would round RoPE, decay and the state as well, which
+        autocast, here as with copies, keeps in float32."""
         units: list[nn.Module] = []
         if isinstance(model, LoopedModel):
-            fully_shard(model.prelude, mp_policy=policy)
-            fully_shard(model.loop, mp_policy=policy, reshard_after_forward=False)
-            fully_shard(model.coda, mp_policy=policy)
+            fully_shard(model.prelude)
+            fully_shard(model.loop, reshard_after_forward=False)
+            fully_shard(model.coda)
             units += [model.prelude, model.loop, model.coda]
-        fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=False)
         self._units = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
         staying = {model, model.loop} if isinstance(model, LoopedModel) else {model}
         self._passing = [unit for unit in self._units if unit not in staying]

@@ -8,19 +8,19 @@ checkpoints/    see checkpoint.py              result.json      what the run cam
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError
-from parcae.files import FileError, exclusive, write_text
+from parcae.files import FileError, write_text
 from parcae.recipe import read_toml, write_toml
 from parcae.train.log import METRICS_FILE
 from parcae.train.settings import Recipe, plain_recipe, recipe_from_tree
 
 RECIPE_FILE = "recipe.toml"
 RESULT_FILE = "result.json"
+HEADER = "# Every setting of this run, resolved; written by parcae.\n"
 FREE_TO_CHANGE = {
     "data": {"prefetch"},
     "run": {
@@ -35,23 +35,6 @@ FREE_TO_CHANGE = {
     },
 }
 """Settings that do not change what is learned, and so may differ when a run goes on."""
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the folder against a second process; say so if it cannot be written."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(exclusive(folder))
-        except FileError:
-            raise
-        except (FileExistsError, NotADirectoryError):
-            raise FileError(f"{folder}: not a folder. Use another --out.") from None
-        except OSError as error:
-            raise FileError(
-                f"{folder}: cannot be written ({error.strerror}). Use another --out."
-            ) from error
-        yield
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -72,9 +55,18 @@ def begin(folder: Path, recipe: Recipe) -> None:
             f"{folder}: holds a run already. Go on with it by `parcae train --resume {folder}`, "
             "or use another --out."
         )
-    text, path = write_toml(plain_recipe(recipe)), folder / RECIPE_FILE
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        shutil.rmtree(folder / "data", ignore_errors=True)
+    text, path = _text(recipe), folder / RECIPE_FILE
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    ours = before is not None and before.startswith(HEADER)
+    if not ours:
+        for name in (RECIPE_FILE, "tokenizer.json", "data", "checkpoints", RESULT_FILE):
+            if (folder / name).exists():
+                raise ConfigError(
+                    f"{folder / name}: there already, and not of a run. Use another --out."
+                )
+    elif before != text:
+        for made in (folder / "data").glob("[0-9]*"):
+            shutil.rmtree(made, ignore_errors=True)
         (folder / "tokenizer.json").unlink(missing_ok=True)
     write_text(path, text)
 
@@ -88,7 +80,12 @@ def go_on(folder: Path, recipe: Recipe) -> None:
             f"{changed[0]}: differs from the run in {folder}, which would not be the same run. "
             "Leave the setting out, or start a new run with another --out."
         )
-    write_text(folder / RECIPE_FILE, write_toml(now))
+    write_text(folder / RECIPE_FILE, _text(recipe))
+    (folder / RESULT_FILE).unlink(missing_ok=True)  # it tells of an end that is none now
+
+
+def _text(recipe: Recipe) -> str:
+    return HEADER + write_toml(plain_recipe(recipe))
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -49,7 +49,7 @@ class Learner:
             self.model.compile_layers()
         if run.checkpoint_loops:
             self.model.checkpoint_loops()
-        self.wrapped = workers.wrap(self.model, self.dtype)
+        self.wrapped = workers.wrap(self.model)
         self.optimiser = Optimiser(self.model, recipe.optimiser, workers.replicas)
         self.loader = corpora.loader(recipe, workers.rank, workers.size)
         share = data.global_batch // workers.size

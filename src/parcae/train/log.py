@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -30,7 +31,7 @@ class Log:
 
     def __init__(self, folder: Path, step: int = 0, sinks: Sequence[Sink] = ()) -> None:
         self.path = folder / METRICS_FILE
-        self.sinks = sinks
+        self.sinks = list(sinks)
         if self.path.exists():
             keep_until(self.path, step)
         try:
@@ -49,8 +50,14 @@ class Log:
                 "--resume: the last checkpoint is whole."
             ) from None
         numbers = dict(flat(values, kind))
-        for sink in self.sinks:
-            sink.log(numbers, step)
+        for sink in list(self.sinks):
+            try:
+                sink.log(numbers, step)
+            except Exception as error:  # a tracker's trouble is no reason to end a run
+                self.sinks.remove(sink)
+                warnings.warn(
+                    f"{type(sink).__name__} failed and is left out: {error}", stacklevel=2
+                )
 
     def close(self) -> None:
         self._stream.close()
@@ -94,10 +101,10 @@ def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -110,7 +117,7 @@ class TensorBoard:
 class WandB:
     """The run keeps its name and id over a resume; the id is its own, the name may be shared."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         self._run = wandb.init(
@@ -138,11 +145,12 @@ def _identity(folder: Path) -> str:
 
 
 class Trackio:
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: Mapping[str, Any], step: int) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._tracker = trackio
-        trackio.init(project="parcae", name=name, resume="allow", config=dict(config))
+        unique = f"{name}-{_identity(folder)}"  # it knows runs by their names
+        trackio.init(project="parcae", name=unique, resume="allow", config=dict(config))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self._tracker.log(dict(numbers), step=step)
@@ -154,11 +162,14 @@ class Trackio:
 SINKS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
-def open_sinks(names: Sequence[str], folder: Path, config: Mapping[str, Any]) -> list[Sink]:
+def open_sinks(
+    names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int = 0
+) -> list[Sink]:
+    """`step`: where the run goes on, so that what was logged after it is not there twice."""
     sinks: list[Sink] = []
     for name in names:
         try:
-            sinks.append(SINKS[name](folder, folder.resolve().name, config))
+            sinks.append(SINKS[name](folder, folder.resolve().name, config, step))
         except ImportError as error:
             for sink in sinks:
                 sink.close()

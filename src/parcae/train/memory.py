@@ -69,16 +69,16 @@ def memory(
         shapes = {name: p.shape for name, p in model.named_parameters()}
         split = [t for name, t in optimiser.items() if t.shape == shapes[name.rpartition(".")[0]]]
         state -= _bytes(split) - _share(_bytes(split), devices)
-        gathered, largest = _gathered(model, dtype)
+        gathered, largest = _gathered(model)
         # While micro-batches accumulate, each device holds the whole sum, in float32.
-        passing = weights if micro_batches > 1 else largest * FLOAT32_BYTES // dtype.itemsize
+        passing = weights if micro_batches > 1 else largest
         gradients = _share(gradients, devices) + passing
         weights = _share(weights, devices) + gathered
     return Memory(
         weights=weights,
         gradients=gradients,
         optimiser=state,
-        activations=_activations(recipe, dtype, rows, sharded),
+        activations=_activations(recipe, dtype, rows),
         optimiser_step=_optimiser_step(recipe, dtype),
     )
 
@@ -90,11 +90,10 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     return _bytes(model.state_dict().values()) + _bytes(optimiser.tensors().values())
 
 
-def _activations(recipe: Recipe, dtype: torch.dtype, rows: int, sharded: bool) -> int:
+def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
     config, mixed = recipe.model, dtype != torch.float32
     with FakeTensorMode():
-        # FSDP gathers weights in the compute type; otherwise autocast makes copies, which count.
-        model = _contentless(build(config), dtype if sharded else torch.float32)
+        model = _contentless(build(config))  # in float32; the copies that autocast makes count
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         if recipe.run.checkpoint_loops:
@@ -120,7 +119,7 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int, sharded: bool) -
 
 def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
     with FakeTensorMode():
-        model = _contentless(build(recipe.model), torch.float32)
+        model = _contentless(build(recipe.model))
         optimiser = Optimiser(model, recipe.optimiser)
         for member in optimiser.members.values():
             if isinstance(member, Muon):
@@ -132,11 +131,11 @@ def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
     return live.peak
 
 
-def _contentless(model: LanguageModel, dtype: torch.dtype) -> LanguageModel:
+def _contentless(model: LanguageModel) -> LanguageModel:
     """The model with weights that claim to be on the CPU but have no contents."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="cpu")))
+            setattr(module, name, nn.Parameter(torch.empty(p.shape, device="cpu")))
     model.check = lambda tokens, targets: None  # there are no values to check
     return model
 
@@ -176,7 +175,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def _gathered(model: LanguageModel, dtype: torch.dtype) -> tuple[int, int]:
+def _gathered(model: LanguageModel) -> tuple[int, int]:
     """Bytes that FSDP holds whole at the same time, and the largest of its units.
 
     The root unit (tables and head) and the loop stay from forward to backward; prelude and coda
@@ -184,14 +183,14 @@ def _gathered(model: LanguageModel, dtype: torch.dtype) -> tuple[int, int]:
     """
     everything = sum(p.numel() for p in model.parameters())
     if not isinstance(model, LoopedModel):
-        return 2 * everything * dtype.itemsize, everything * dtype.itemsize
+        return 2 * everything * FLOAT32_BYTES, everything * FLOAT32_BYTES
     prelude, loop, coda = (
         sum(p.numel() for p in unit.parameters())
         for unit in (model.prelude, model.loop, model.coda)
     )
     root = everything - prelude - loop - coda
     staying, largest = root + loop + max(prelude, coda), max(root, prelude, loop, coda)
-    return (staying + largest) * dtype.itemsize, largest * dtype.itemsize
+    return (staying + largest) * FLOAT32_BYTES, largest * FLOAT32_BYTES
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -6,8 +6,16 @@ import time
 
 import torch
 
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 125e12}
-"""Dense bfloat16 FLOP/s by the makers' data sheets."""
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+}
+"""Dense bfloat16 FLOP/s by the makers' data sheets; the first name that fits counts."""
 SIZE = 1024
 SECONDS = 0.3
 

@@ -117,6 +117,8 @@ def _kind(recipe: Recipe, wanted: str | float | None) -> str:
     if isinstance(wanted, str):
         return "cpu" if wanted.lower() == "cpu" else "cuda"
     device = recipe.run.device
+    if wanted is not None and device == "auto":
+        return "cuda"
     return find_device("auto").type if device == "auto" else device
 
 
@@ -125,9 +127,10 @@ def _speed(wanted: str | float | None, kind: str, dtype: torch.dtype) -> float |
         require(0 < wanted < float("inf"), "--device-flops", f"{wanted} is no speed", "Try 312e12.")
         return float(wanted)
     if isinstance(wanted, str) and kind != "cpu":
-        if wanted.upper() in PEAKS:
-            return PEAKS[wanted.upper()]
-        known = ", ".join(name.lower() for name in PEAKS)
+        speeds = {name.lower(): speed for name, speed in PEAKS.items()}
+        if wanted.lower() in speeds:
+            return speeds[wanted.lower()]
+        known = ", ".join(speeds)
         raise ConfigError(
             f"--device-flops: {wanted!r} is not known. Give FLOP/s, cpu, or one of {known}."
         )

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig, check_positive, check_types, require
@@ -249,6 +250,14 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     }
     parts = {name: build(cls, tree[name], name) for name, cls in others.items() if name in tree}
     return Recipe(model=model_from_table(tree["model"]), **parts)  # pyright: ignore[reportArgumentType]
+
+
+def located(recipe: Recipe) -> Recipe:
+    """The same with absolute paths, so that it can be resumed from any folder."""
+    data = recipe.data
+    sources = tuple(s if s == "builtin" else os.path.abspath(s) for s in data.sources)
+    tokenizer = None if data.tokenizer is None else os.path.abspath(data.tokenizer)
+    return replace(recipe, data=replace(data, sources=sources, tokenizer=tokenizer))
 
 
 def plain_recipe(recipe: Recipe) -> dict[str, Any]:

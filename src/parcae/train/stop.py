@@ -10,7 +10,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopSignals:
-    """`asked` turns true at the first signal; a second one ends the process as usual."""
+    """`asked` turns true at the first signal. A second Ctrl-C ends the process as usual; a second
+    SIGTERM does not, since a launcher may send one after a cluster did."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -23,7 +24,8 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if (interrupt := self._before.pop(signal.SIGINT, None)) is not None:
+            signal.signal(signal.SIGINT, interrupt)  # type: ignore[arg-type]
 
     def _restore(self) -> None:
         before, self._before = self._before, {}

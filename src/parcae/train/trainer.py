@@ -19,7 +19,7 @@ from parcae import console
 from parcae.config import ConfigError
 from parcae.cpu import keep_freed_memory
 from parcae.evaluate.loss import DepthLosses, Loss
-from parcae.files import FileError, write_json
+from parcae.files import FileError, exclusive, write_json
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.train import folder as run_folder
@@ -33,13 +33,13 @@ from parcae.train.guard import diagnose
 from parcae.train.learner import Learner, Step
 from parcae.train.log import Log, finite, open_sinks
 from parcae.train.peak import peak_flops
-from parcae.train.settings import Recipe, plain_recipe
+from parcae.train.settings import Recipe, located, plain_recipe
 from parcae.train.stop import StopSignals
 
 
 def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, Any]:
     """Train into the folder `out`, and return what result.json says."""
-    out = Path(out)
+    out, recipe = Path(out), located(recipe)
     keep_freed_memory()
     with ExitStack() as stack:
         workers = stack.enter_context(processes(recipe.run))
@@ -48,7 +48,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
         problem = None
         if workers.is_first:
             try:
-                stack.enter_context(run_folder.held(out))
+                stack.enter_context(exclusive(out))
                 (run_folder.go_on if resume else run_folder.begin)(out, recipe)
                 open_corpora(recipe, out, display.say)
             except (ConfigError, FileError) as error:
@@ -92,9 +92,15 @@ class Run:
         return min(1.0, self.seconds / (60 * self.recipe.budget.minutes))
 
     def go(self) -> dict[str, Any]:
+        problem = None
         if self.workers.is_first:
-            sinks = open_sinks(self.recipe.run.sinks, self.out, plain_recipe(self.recipe))
-            self.log = Log(self.out, self.learner.step, sinks)
+            try:
+                settings, step = plain_recipe(self.recipe), self.learner.step
+                sinks = open_sinks(self.recipe.run.sinks, self.out, settings, step)
+                self.log = Log(self.out, step, sinks)
+            except (ConfigError, FileError) as error:
+                problem = error
+        self.workers.share(problem)
         self._introduce()
         status, diagnosis = "finished", None
         with self.display, StopSignals() as stop:
