@@ -47,7 +47,7 @@ def test_show_applies_flags(capsys, tmp_path):
         (["show", "parcae-1m", "--modle.width", "3"], "Did you mean model"),
         (["show", "/dev/null/x.toml"], "cannot be read"),
         (["presets", "--model.width", "3"], "no such option"),
-        (["demo", "--steps", "0"], "at least 1"),
+        (["demo", "--budget.steps", "0"], "budget.steps"),
     ],
 )
 def test_mistakes_end_in_one_line(capsys, arguments, message):
@@ -75,8 +75,14 @@ def test_a_closed_pipe_is_no_error():
 
 @pytest.mark.slow
 def test_demo(tmp_path, capsys):
-    assert main(["demo", "--out", str(tmp_path), "--steps", "12"]) == 0
+    small = ["--budget.steps", "6", "--run.sample_tokens", "4", "--run.validation_rows", "4"]
+    assert main(["demo", "--out", str(tmp_path), *small]) == 0
+    said = capsys.readouterr().out
     assert (tmp_path / "looping.png").stat().st_size > 20_000
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["loss"]) == len(result["depths"])
-    assert result["growth"]["diagonal"][-1] < 20 < result["growth"]["concatenation"][-1]
+    assert (tmp_path / "report" / "report.html").stat().st_size > 100_000
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
+    for words in ("1 loop ", "8 loops", "Look at", "Try next", "held-out loss"):
+        assert words in said
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    assert "holds a finished run" in capsys.readouterr().out

@@ -25,12 +25,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.recipe import find_recipe, merge, parse_flags, read_toml
+    from parcae.recipe import find_recipe, parse_flags, read_toml
     from parcae.report.page import write_report
     from parcae.report.runs import read_runs
-    from parcae.train.settings import recipe_from_tree
+    from parcae.train.settings import recipe_from_tree, with_flags
 
-    tree = merge(read_toml(find_recipe("demo")), parse_flags(arguments.settings))
+    tree = with_flags(read_toml(find_recipe("demo")), parse_flags(arguments.settings))
     recipe = recipe_from_tree(tree)
     folder = arguments.out / "run"
     console.out.print(

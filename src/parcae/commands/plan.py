@@ -38,11 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from parcae import console
-    from parcae.recipe import merge, parse_flags, read_toml
+    from parcae.recipe import parse_flags, read_toml
     from parcae.train.plan import plan
-    from parcae.train.settings import recipe_from_tree
+    from parcae.train.settings import recipe_from_tree, with_flags
 
-    recipe = recipe_from_tree(merge(read_toml(arguments.recipe), parse_flags(arguments.settings)))
+    tree = with_flags(read_toml(arguments.recipe), parse_flags(arguments.settings))
+    recipe = recipe_from_tree(tree)
     found = plan(recipe, arguments.devices, arguments.utilisation, _speed(arguments.device_flops))
     if arguments.json:
         print(json.dumps(found.plain(), indent=2))

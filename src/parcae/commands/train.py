@@ -23,9 +23,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae.config import ConfigError
-    from parcae.recipe import merge, parse_flags, read_toml
+    from parcae.recipe import parse_flags, read_toml
     from parcae.train.folder import read_recipe
-    from parcae.train.settings import plain_recipe, recipe_from_tree
+    from parcae.train.settings import plain_recipe, recipe_from_tree, with_flags
     from parcae.train.trainer import train
 
     flags = parse_flags(arguments.settings)
@@ -39,6 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         out = arguments.out or Path("runs") / Path(arguments.recipe).stem
         tree = read_toml(arguments.recipe)
-    recipe = recipe_from_tree(merge(tree, flags))
+    recipe = recipe_from_tree(with_flags(tree, flags))
     result = train(recipe, out, resume=arguments.resume is not None)
     return 1 if result["status"] == "diverged" else 0

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig, check_positive, check_types, require
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, plain
+from parcae.recipe import build, check_tables, merge, plain
 
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 
@@ -250,6 +250,12 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     }
     parts = {name: build(cls, tree[name], name) for name, cls in others.items() if name in tree}
     return Recipe(model=model_from_table(tree["model"]), **parts)  # pyright: ignore[reportArgumentType]
+
+
+def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags over a recipe. A budget on the command line replaces the recipe's, whatever its kind:
+    there is only one."""
+    return {**merge(tree, flags), **({"budget": flags["budget"]} if "budget" in flags else {})}
 
 
 def located(recipe: Recipe) -> Recipe:
