@@ -14,8 +14,9 @@ def text(tmp_path_factory):
     return runs.write_text(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
+    """Bits are compared, and with other processes about one thread is faster than two."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -99,27 +99,28 @@ def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypatch):
-    plain, writing, during = checkpoint.sha256, threading.Event(), []
+    plain, writing, enough = checkpoint.sha256, threading.Event(), threading.Event()
+    during = []
 
     def slow(path):
         writing.set()
-        time.sleep(0.2)
-        writing.clear()
+        enough.wait(timeout=60)
         return plain(path)
 
     real = Run._one_step
 
     def one_step(self):
-        before = writing.is_set()
         real(self)
-        if before and writing.is_set():
+        if writing.is_set() and not enough.is_set():
             during.append(self.learner.step)
+            if len(during) == 3:
+                enough.set()
 
     monkeypatch.setattr(checkpoint, "sha256", slow)
     monkeypatch.setattr(Run, "_one_step", one_step)
     quiet = {"checkpoint_every": 10, "validate_every": 0, "telemetry_every": 0}
     train(runs.recipe(text, budget={"steps": 20}, run=quiet), tmp_path / "run")
-    assert len(during) >= 3, "whole steps fell into the writing of one file"
+    assert len(during) == 3, "three steps were taken while a file was not finished"
     assert open_store(tmp_path / "run").steps() == [10, 20]
 
 

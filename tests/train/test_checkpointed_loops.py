@@ -35,7 +35,7 @@ print(json.dumps([before, peak]))
 
 def peak(carried, how):
     """(Bytes of the process before, at its peak) over steps with so many loops of gradient."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, str(carried), how]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
