@@ -6,7 +6,6 @@ A program of its own, since a process's peak never falls.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -44,17 +43,18 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
     )
     with processes(recipe.run) as workers:
         corpora = open_corpora(recipe, folder / "run", lambda _: None)
-        before = resident()
+        before = status("VmRSS")
         learner = Learner(recipe, workers, corpora)
         learner.take_step(0.0)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = status("VmHWM")
         learner.close()
     print(json.dumps([peak - before, memory(recipe, torch.float32, rows, 2).total]))
 
 
-def resident() -> int:
+def status(key: str) -> int:
+    """Bytes, by the kernel; `ru_maxrss` would count the parent's memory from before the exec."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = next(line for line in lines if line.startswith("VmRSS"))
+    found = next(line for line in lines if line.startswith(key))
     return int(found.split()[1]) * 1024
 
 

@@ -14,7 +14,7 @@ import torch
 from conftest import KINDS, randomised
 
 SCRIPT = """
-import json, resource, sys
+import json, sys
 import torch
 from parcae.model import create
 
@@ -25,11 +25,12 @@ if checkpointed:
     model.checkpoint_loops()
 tokens = torch.zeros(16, 128, dtype=torch.long)
 model(tokens[:1], tokens[:1]).loss.backward()  # loads what is loaded late
-with open("/proc/self/status") as stream:
-    before = 1024 * next(int(line.split()[1]) for line in stream if line.startswith("VmRSS"))
+def status(key):  # ru_maxrss would count the parent's memory from before the exec
+    with open("/proc/self/status") as stream:
+        return 1024 * next(int(line.split()[1]) for line in stream if line.startswith(key))
+before = status("VmRSS")
 model(tokens, tokens).loss.backward()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps([before, peak]))
+print(json.dumps([before, status("VmHWM")]))
 """
 
 
