@@ -23,6 +23,7 @@ QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
 
 def command(words, log, pause, stuck_at=None):
     """`parcae` with its output in a file, slowly enough to be interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
     torch.set_num_threads(1)
     trainer.peak_flops = lambda *_: 1e12
     real = Run._one_step
