@@ -42,6 +42,18 @@ TREE: dict[str, Any] = {
     },
 }
 
+RDM: dict[str, Any] = {
+    "injection": "concatenation",
+    "mlp": "swiglu",
+    "qk_norm": False,
+    "init": "scaled",
+    "readout": False,
+    "prelude_norm": False,
+    "value_embeddings": False,
+    "mlp_width": 64,
+}
+"""Changes of the model that make it a pre-norm RDM."""
+
 
 def write_text(folder: Path, documents: int = 60) -> Path:
     """Text with something to learn: words that follow each other in a fixed order."""

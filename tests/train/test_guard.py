@@ -116,18 +116,6 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Run, "_one_step", one_step)
 
 
-RDM = {
-    "injection": "concatenation",
-    "mlp": "swiglu",
-    "qk_norm": False,
-    "init": "scaled",
-    "readout": False,
-    "prelude_norm": False,
-    "value_embeddings": False,
-    "mlp_width": 64,
-}
-
-
 def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
     text, tmp_path, monkeypatch, capsys
 ):
@@ -174,7 +162,7 @@ def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monk
     monkeypatch.setattr(learner_module, "create", create)
     poison(monkeypatch, set(range(100)), math.nan)
     recipe = runs.recipe(
-        text, model=RDM, run={"bad_steps_in_a_row": 3, "telemetry_every": telemetry}
+        text, model=runs.RDM, run={"bad_steps_in_a_row": 3, "telemetry_every": telemetry}
     )
     result = train(recipe, tmp_path / "run")
     assert result["status"] == "diverged"

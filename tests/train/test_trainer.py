@@ -22,16 +22,6 @@ from train import runs
 
 QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
 
-RDM = {
-    "injection": "concatenation",
-    "mlp": "swiglu",
-    "qk_norm": False,
-    "init": "scaled",
-    "readout": False,
-    "prelude_norm": False,
-    "value_embeddings": False,
-    "mlp_width": 64,
-}
 TRANSFORMER = {
     "architecture": "transformer",
     "injection": "none",
@@ -42,9 +32,9 @@ TRANSFORMER = {
 KINDS = {
     "parcae": {},
     "parcae-wide-state": {"state_width": 48, "state_heads": 2},
-    "rdm": {**RDM, "norm": "residual"},
-    "rdm-prenorm": RDM,
-    "addition": {**RDM, "injection": "addition"},
+    "rdm": {**runs.RDM, "norm": "residual"},
+    "rdm-prenorm": runs.RDM,
+    "addition": {**runs.RDM, "injection": "addition"},
     "transformer": TRANSFORMER,
 }
 
