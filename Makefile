@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml
 
 demo: $(STAMP)  ## see what looping does, in a picture
 	$(BIN)/parcae demo --out out/demo
+	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 
 test: $(STAMP) lint types  ## every test
 	$(BIN)/python -m pytest
