@@ -7,6 +7,7 @@
     model(tokens, targets=targets, depths=[2, 9]).loss.backward()
     parcae.save(model, "folder")
     parcae.load("folder")
+    parcae.generate(model, ids, new_tokens=64)       # or parcae.Engine(model, tokenizer)
 
 Heavy modules are imported when a name is first used.
 """
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parcae.config import ConfigError, Curriculum, LoopConfig, ModelConfig
     from parcae.files import FileError
+    from parcae.infer.engine import Engine
+    from parcae.infer.generate import generate
     from parcae.model import create
     from parcae.model.depth import Depths
     from parcae.model.store import load, save
@@ -29,10 +32,12 @@ __all__ = [
     "ConfigError",
     "Curriculum",
     "Depths",
+    "Engine",
     "FileError",
     "LoopConfig",
     "ModelConfig",
     "create",
+    "generate",
     "load",
     "preset",
     "save",
@@ -43,10 +48,12 @@ _HOME = {
     "ConfigError": "config",
     "Curriculum": "config",
     "Depths": "model.depth",
+    "Engine": "infer.engine",
     "FileError": "files",
     "LoopConfig": "config",
     "ModelConfig": "config",
     "create": "model",
+    "generate": "infer.generate",
     "load": "model.store",
     "preset": "presets",
     "save": "model.store",

@@ -51,6 +51,17 @@ SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 """Before a space that follows a visible character, or after a line break: `SPLIT` never joins
 across these, and looks neither back over the first nor ahead over the second."""
 
+
+def _byte_letters() -> dict[str, int]:
+    """The byte-level alphabet: printable bytes stand for themselves, the others for letters from
+    U+0100 on, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _byte_letters()
 BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<|endoftext|>", "<|startoftext|>")
 
 
@@ -158,6 +169,20 @@ class Tokenizer:
         for number, token in self._plain.get_added_tokens_decoder().items():
             table[number] = 0 if token.special else len(token.content.encode())
         return table
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """What each id spells, indexed by id; specials by their name. Joined and decoded they are
+        the text; one alone may be part of a character."""
+        spelled = [b""] * self.vocab_size
+        for token, number in self._plain.get_vocab(with_added_tokens=True).items():
+            spelled[number] = self._spell(token, number)
+        return spelled
+
+    def _spell(self, token: str, number: int) -> bytes:
+        if self.is_byte_level and all(letter in BYTE_OF_LETTER for letter in token):
+            return bytes(BYTE_OF_LETTER[letter] for letter in token)
+        return token.encode()
 
     def _pieces(self, text: str) -> Iterable[str]:
         return safe_pieces(text) if self._cuts_safely else [text]

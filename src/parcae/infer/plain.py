@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from parcae.config import require
-from parcae.infer.sampling import Sampling, choose, probabilities
-from parcae.model.depth import row_generator
+from parcae.infer.sampling import Sampling, pick
 from parcae.model.frame import LanguageModel
 
 
@@ -25,6 +24,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
     stop: Collection[int] = (),
 ) -> list[int]:
@@ -37,29 +37,28 @@ def generate(
     A context that is full slides: the model is given the last `context_length` tokens, counted
     from position 0 anew, and forgets what came before.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    tokens = _checked_prompt(prompt, model.config.vocab_size)
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+    )
+    tokens = check_prompt(prompt, model.config.vocab_size)
     require(new_tokens >= 1, "new_tokens", f"{new_tokens} is not positive", "Use at least 1.")
     loops = model.config.loop.nominal_loops if depths is None else depths
     start, ends = len(tokens), frozenset(stop)
     for position in range(start, start + new_tokens):
         window = torch.tensor([tokens[-model.config.context_length :]], device=model.device)
         _, x = next(iter(model.readings(window, (loops,), state="zero")))
-        chances = probabilities(model.logits(x[:, -1]).cpu(), sampling)
-        token = int(choose(chances, noise(seed, position)))
+        token = pick(model.logits(x[0, -1]).cpu(), sampling, seed, position, tokens)
         if token in ends:
             break
         tokens.append(token)
     return tokens[start:]
 
 
-def noise(seed: int, position: int, row: int = 0) -> torch.Tensor:
-    """The uniform number [1] that decides the token at `position`, whoever asks for it."""
-    generator = row_generator(seed, position, row, "sample")
-    return torch.rand(1, generator=generator, dtype=torch.float64)
-
-
-def _checked_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
     tokens = [int(token) for token in prompt]
     require(
         len(tokens) > 0,

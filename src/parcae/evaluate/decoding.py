@@ -1,0 +1,81 @@
+"""Loss of a model as it decodes: token by token over a cache, with whatever shortcuts it is given.
+
+Rows of held-out text are forced through the engine's own passes: a few tokens are read as a prompt,
+each further one is decoded, and what the model had predicted for it is scored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parcae.config import require
+from parcae.infer.cache import Policy
+from parcae.infer.deepen import deepen
+from parcae.infer.network import Network
+from parcae.infer.request import DepthPlan
+from parcae.infer.work import Part, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """What decoding some rows came to."""
+
+    nats: Tensor
+    """For each row and decoded position [rows, positions]."""
+    loops: Tensor
+    """How often each of them looped, alike."""
+    seconds: float
+    """Spent decoding; the prompts are not counted."""
+
+    @property
+    def loss(self) -> float:
+        return self.nats.double().mean().item()
+
+    @property
+    def mean_loops(self) -> float:
+        return self.loops.double().mean().item()
+
+
+@torch.no_grad()
+def decode_forced(
+    network: Network,
+    rows: Tensor,
+    plan: DepthPlan,
+    policy: Policy | str = "full",
+    prompt: int = 16,
+    on_step: Callable[[], None] | None = None,
+) -> Decoded:
+    """`rows` [B, S] of token ids, decoded side by side; the last token is only predicted."""
+    count, length = rows.shape
+    require(0 < prompt < length, "prompt", f"{prompt} of {length} tokens", "Leave some to decode.")
+    cache = network.cache(Policy.parse(policy))
+    cache.reserve(count, length, plan.loops)
+    limits = [plan.loops] * count
+    work = Work([Part(row, 0, prompt) for row in range(count)], network.device)
+    given = network.begin(rows[:, :prompt].flatten(), work, cache)
+    h = network.initial_state(given)
+    reached = deepen(network, cache, given, work, h, limits, extrapolation=plan.extrapolation)
+    state = reached.state[work.last_tokens]
+    nats, loops = [], []
+    start = time.perf_counter()
+    for position in range(prompt, length - 1):
+        work = Work([Part(row, position) for row in range(count)], network.device)
+        given = network.begin(rows[:, position], work, cache)
+        h = state if plan.start == "previous" else network.initial_state(given)
+        reached = deepen(
+            network, cache, given, work, h, limits, [plan.exit] * count, plan.extrapolation
+        )
+        state = reached.state
+        logits = network.logits(reached.x)
+        nats.append(F.cross_entropy(logits, rows[:, position + 1].long(), reduction="none"))
+        loops.append(torch.tensor(reached.loops))
+        if on_step is not None:
+            on_step()
+    seconds = time.perf_counter() - start
+    return Decoded(torch.stack(nats, 1).cpu(), torch.stack(loops, 1), seconds)

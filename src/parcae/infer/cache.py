@@ -1,0 +1,177 @@
+"""Keys and values of every token seen, by (layer, loop), allocated ahead.
+
+Looping T times leaves T sets of keys and values in every core layer. At loop t a token attends to
+what earlier tokens left at loop t; with a slot for each loop that is exactly the model, and costs T
+times the memory. The other policies let loops share slots, and are approximations:
+
+    full        slot t for loop t                                exact
+    last:K      slot t mod K: a token leaves its last K loops    loop t reads one of the last K
+    first:K     slot min(t, K): loops from K on share one        they read the token's last loop
+    shared      one slot for all loops, that is last:1           every loop reads the last
+
+The tokens of one pass see each other loop by loop under every policy, so a prompt is read exactly;
+what is approximate is how later tokens see it.
+
+A layer's keys and values lie as [row, position, key or value, head, channel]: a row is one
+sequence, a token is one contiguous stretch, and a prefix is one copy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parcae.config import BlockShape, ConfigError, ModelConfig, require
+from parcae.memory import available_memory
+
+SMALLEST_CAPACITY = 64
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which slot of a core layer belongs to which loop."""
+
+    kind: str
+    slots: int | None
+    """How many there are at most; None is one for each loop."""
+
+    @classmethod
+    def parse(cls, text: str | Policy) -> Policy:
+        if isinstance(text, Policy):
+            return text
+        if text in ("full", "shared"):
+            return cls(text, 1 if text == "shared" else None)
+        found = re.fullmatch(r"(last|first):([0-9]{1,6})", text)
+        if found is None or int(found[2]) < 1:
+            raise ConfigError(
+                f"cache: {text!r} is not a policy. Use full, last:K, first:K or shared."
+            )
+        return cls(found[1], int(found[2]))
+
+    def is_exact_for(self, loops: int) -> bool:
+        """Whether every loop has a slot of its own."""
+        return self.slots is None or self.slots >= loops
+
+    def count(self, loops: int) -> int:
+        """Slots that `loops` loops use."""
+        return loops if self.slots is None else min(loops, self.slots)
+
+    def slot(self, loop: int) -> int:
+        """Where loop `loop`, counted from 1, reads and writes."""
+        if self.slots is None:
+            return loop - 1
+        return min(loop, self.slots) - 1 if self.kind == "first" else (loop - 1) % self.slots
+
+    def __str__(self) -> str:
+        return self.kind if self.kind in ("full", "shared") else f"{self.kind}:{self.slots}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many layers remember, and how wide. A Transformer is all prelude."""
+
+    prelude_layers: int
+    core_layers: int
+    coda_layers: int
+    outer: BlockShape
+    core: BlockShape
+    context_length: int
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Layout:
+        layers = (config.prelude_layers, config.core_layers, config.coda_layers)
+        if config.architecture == "transformer":
+            layers = (config.layers, 0, 0)
+        return cls(*layers, config.block, config.core_block, config.context_length)
+
+    @property
+    def outer_layers(self) -> int:
+        return self.prelude_layers + self.coda_layers
+
+    def bytes_per_token(self, policy: Policy, loops: int, itemsize: int = 4) -> int:
+        core = policy.count(loops) * self.core_layers * self.core.kv_width
+        return 2 * itemsize * (self.outer_layers * self.outer.kv_width + core)
+
+
+class Cache:
+    """Room for `rows` sequences of `capacity` tokens; grows by doubling, never at every step."""
+
+    def __init__(
+        self, layout: Layout, policy: Policy, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layout, self.policy, self.dtype, self.device = layout, policy, dtype, device
+        self.rows = self.capacity = self.loops = 0
+        self.outer = self._empty(layout.outer, 0, 0, 0)
+        """Prelude and coda: [layer, row, position, 2, head, channel]."""
+        self.core = self._empty(layout.core, 0, 0, 0)
+        """[slot x layer, row, position, 2, head, channel]."""
+
+    @property
+    def bytes(self) -> int:
+        return self.outer.nbytes + self.core.nbytes
+
+    def bytes_per_token(self, loops: int) -> int:
+        return self.layout.bytes_per_token(self.policy, loops, self.dtype.itemsize)
+
+    def reserve(self, rows: int, capacity: int, loops: int) -> None:
+        """Make room; what is held stays. Refused before anything is allocated if it cannot fit."""
+        if rows <= self.rows and capacity <= self.capacity and loops <= self.loops:
+            return
+        if capacity > self.capacity:
+            roomy = max(2 * self.capacity, SMALLEST_CAPACITY)
+            capacity = max(capacity, min(roomy, self.layout.context_length))
+        rows, loops = max(rows, self.rows), max(loops, self.loops)
+        capacity = max(capacity, self.capacity)
+        check_memory(self.bytes_per_token(loops), rows, capacity, loops, self.device)
+        slots = self.policy.count(loops) * self.layout.core_layers
+        outer = self._empty(self.layout.outer, self.layout.outer_layers, rows, capacity)
+        core = self._empty(self.layout.core, slots, rows, capacity)
+        for new, old in ((outer, self.outer), (core, self.core)):
+            if old.numel():
+                new[: old.shape[0], : old.shape[1], : old.shape[2]] = old
+        self.outer, self.core = outer, core
+        self.rows, self.capacity, self.loops = rows, capacity, loops
+
+    def prelude_layer(self, layer: int) -> Tensor:
+        return self.outer[layer]
+
+    def coda_layer(self, layer: int) -> Tensor:
+        return self.outer[self.layout.prelude_layers + layer]
+
+    def core_layer(self, layer: int, loop: int) -> Tensor:
+        return self.core[self.policy.slot(loop) * self.layout.core_layers + layer]
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """The first tokens of one row become those of another."""
+        if source != target:
+            for kept in (self.outer, self.core):
+                kept[:, target, :length] = kept[:, source, :length]
+
+    def settle(self, row: int, position: int, loop: int, loops: int) -> None:
+        """A token that stops after `loop` of `loops` stands still: the loops it did not run find
+        the keys and values of its last one."""
+        here = self.policy.slot(loop)
+        later = sorted({self.policy.slot(t) for t in range(loop + 1, loops + 1)} - {here})
+        slots = self.core.unflatten(0, (-1, self.layout.core_layers))
+        for slot in later:
+            slots[slot, :, row, position] = slots[here, :, row, position]
+
+    def _empty(self, shape: BlockShape, layers: int, rows: int, capacity: int) -> Tensor:
+        full = (layers, rows, capacity, 2, shape.kv_heads, shape.head_dim)
+        return torch.empty(full, dtype=self.dtype, device=self.device)
+
+
+def check_memory(
+    bytes_per_token: int, rows: int, capacity: int, loops: int, device: torch.device
+) -> None:
+    needed, free = bytes_per_token * rows * capacity, available_memory(device)
+    require(
+        free is None or needed <= free,
+        "cache",
+        f"{rows} x {capacity} tokens at {loops} loops need {needed / 2**30:.2f} GiB "
+        f"({bytes_per_token / 1024:.1f} KiB a token), but {(free or 0) / 2**30:.2f} GiB are free",
+        "Use fewer rows or tokens, fewer loops, or a policy that shares slots (cache='last:2').",
+    )

@@ -1,0 +1,281 @@
+"""Many requests over one model: prompts are read, tokens decoded, rows shared out.
+
+    engine = Engine(model, tokenizer)
+    engine.generate("def main(", loops=8, new_tokens=64).text
+    engine.generate_all(["one", "two"], exit="state:0.05")    # together; the texts are the same
+    for piece in engine.stream("import "):
+        print(piece.text, end="")
+
+`submit` and `step` are underneath: a request waits until a row of the cache is free, its prompt is
+read (what another row has of it is copied, not computed), and from then on every step gives it a
+token, or several where it speculates. A request's text depends on nothing but itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from collections.abc import Sequence as Several
+from typing import Any
+
+import torch
+
+from parcae.config import require
+from parcae.data.tokenizer import Tokenizer
+from parcae.infer import speculative
+from parcae.infer.cache import Policy
+from parcae.infer.deepen import deepen
+from parcae.infer.exit import ExitRule
+from parcae.infer.extrapolate import Extrapolation
+from parcae.infer.network import Network
+from parcae.infer.quantise import Weights
+from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start
+from parcae.infer.rows import Rows
+from parcae.infer.sampling import Sampling
+from parcae.infer.sequence import Sequence
+from parcae.infer.work import Part, Work
+from parcae.model.frame import LanguageModel
+
+Prompt = str | Several[int]
+
+
+class Engine:
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        cache: str | Policy = "full",
+        weights: Weights = "float32",
+        rows: int = 16,
+        reuse_prefixes: bool = True,
+    ) -> None:
+        """`rows`: how many requests are decoded together at most; the others wait.
+
+        Weights are copied where they are changed, so the model may be trained on; the engine does
+        not follow.
+        """
+        require(rows >= 1, "rows", f"{rows} is not positive", "Use at least 1.")
+        self.tokenizer = tokenizer
+        self.config = model.config
+        self.network = Network(model, weights)
+        self.cache = self.network.cache(Policy.parse(cache))
+        self.rows = Rows(self.cache, rows, reuse_prefixes)
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        new_tokens: int = 128,
+        loops: int | None = None,
+        exit: str | ExitRule | None = None,
+        start: Start = "zero",
+        extrapolation: Extrapolation = "none",
+        draft_loops: int = 0,
+        draft_tokens: int = 4,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        stop: str | Several[str] = (),
+        stop_tokens: Collection[int] | None = None,
+        logprobs: int | None = None,
+    ) -> Request:
+        """A checked request. Text is encoded after the tokenizer's BOS; ids are taken as they are.
+
+        `loops` left out is the mean the model was trained with. `stop_tokens` left out are the
+        tokenizer's BOS, with which the next document would begin, and none without a tokenizer.
+        """
+        plan = DepthPlan(
+            loops=self.config.loop.nominal_loops if loops is None else loops,
+            exit=None if exit is None else ExitRule.parse(exit),
+            start=start,
+            extrapolation=extrapolation,
+            draft_loops=draft_loops,
+            draft_tokens=draft_tokens,
+        )
+        sampling = Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+        )
+        if draft_loops:
+            require(
+                self.cache.policy.is_exact_for(plan.loops),
+                "draft_loops",
+                f"a cache that shares slots ({self.cache.policy}) cannot hold draft and text apart",
+                "Use cache='full'.",
+            )
+        if stop:
+            found = self.tokenizer is not None
+            require(found, "stop", "strings need a tokenizer", "Give the engine one.")
+        if stop_tokens is None:
+            stop_tokens = () if self.tokenizer is None else (self.tokenizer.bos,)
+        return Request.checked(
+            self.config,
+            self.encode(prompt),
+            new_tokens=new_tokens,
+            plan=plan,
+            sampling=sampling,
+            seed=seed,
+            stop_tokens=stop_tokens,
+            stop=stop,
+            logprobs=logprobs,
+        )
+
+    def encode(self, prompt: Prompt) -> Several[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self.tokenizer is None:
+            require(False, "prompt", "text needs a tokenizer", "Give the engine one, or ids.")
+            raise AssertionError
+        return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
+
+    def generate(self, prompt: Prompt, **options: Any) -> Completion:
+        """What follows a prompt; the options are those of `request`."""
+        return self.complete([self.request(prompt, **options)])[0]
+
+    def generate_all(self, prompts: Several[Prompt], **options: Any) -> list[Completion]:
+        """What follows each of several prompts, decoded together."""
+        return self.complete([self.request(prompt, **options) for prompt in prompts])
+
+    def complete(
+        self, requests: Several[Request], on_token: Callable[[int], None] | None = None
+    ) -> list[Completion]:
+        """All of them, in their order; `on_token` hears how many tokens each step made."""
+        self.rows.reserve(requests, len(self._running))
+        sequences = [self.submit(request) for request in requests]
+        try:
+            while not all(s.finish for s in sequences):
+                made = self.step()
+                if on_token is not None:
+                    on_token(made)
+        finally:
+            self.cancel(*sequences)
+        return [sequence.completion() for sequence in sequences]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+        """Token by token; the last piece carries the completion."""
+        request = self.request(prompt, **options)
+        self.rows.reserve([request], len(self._running))
+        sequence = self.submit(request)
+        try:
+            while True:
+                yield from sequence.pieces
+                sequence.pieces.clear()
+                if sequence.finish:
+                    return
+                self.step()
+        finally:
+            self.cancel(sequence)
+
+    def submit(self, request: Request) -> Sequence:
+        """Wait for a row; `step` until its `finish` is set."""
+        sequence = Sequence(request, self.tokenizer, self.config.context_length)
+        self._waiting.append(sequence)
+        return sequence
+
+    def cancel(self, *sequences: Sequence) -> None:
+        """Forget sequences that nobody waits for any more."""
+        gone = {id(s) for s in sequences}
+        self._waiting = deque(s for s in self._waiting if id(s) not in gone)
+        for sequence in self._running:
+            if id(sequence) in gone:
+                self.rows.release(sequence)
+        self._running = [s for s in self._running if id(s) not in gone]
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Read what prompts there is room for, then give every running sequence its next token,
+        or more. Returns how many tokens were made."""
+        before = sum(s.made for s in (*self._running, *self._waiting))
+        running = list(self._running)
+        self._admit()
+        self._decode([s for s in running if not s.finish])
+        made = sum(s.made for s in (*self._running, *self._waiting)) - before
+        for sequence in self._running:
+            if sequence.finish:
+                self.rows.release(sequence)
+        self._running = [s for s in self._running if not s.finish]
+        return made
+
+    def _admit(self) -> None:
+        """Prompts that begin like one that is just being read wait for it, and copy."""
+        while self._waiting and self.rows.free:
+            wave = self.rows.seat(self._waiting)
+            self._running.extend(wave)
+            self._read_prompts(wave)
+
+    def _read_prompts(self, wave: list[Sequence]) -> None:
+        for extrapolation, group in by_extrapolation(wave):
+            parts = [Part(s.row, s.reused, len(s.tokens) - s.reused) for s in group]
+            work = Work(parts, self.network.device)
+            ids = [token for s in group for token in s.tokens[s.reused :]]
+            given = self.network.begin(self._tensor(ids), work, self.cache)
+            limits = [s.request.plan.loops for s in group]
+            h = self.network.initial_state(given)
+            reached = deepen(
+                self.network, self.cache, given, work, h, limits, extrapolation=extrapolation
+            )
+            last = work.last_tokens
+            self._take(group, reached.x[last], reached.state[last], limits)
+
+    def _decode(self, sequences: list[Sequence]) -> None:
+        sequences = sorted(sequences, key=lambda s: s.row)
+        plans = {s.request.plan for s in sequences if s.request.plan.draft_loops}
+        for plan in plans:
+            group = [s for s in sequences if s.request.plan == plan]
+            speculative.decode(self.network, self.cache, group)
+        plain = [s for s in sequences if not s.request.plan.draft_loops]
+        for extrapolation, group in by_extrapolation(plain):
+            self._decode_once(group, extrapolation)
+
+    def _decode_once(self, sequences: list[Sequence], extrapolation: Extrapolation) -> None:
+        work = Work([Part(s.row, len(s.tokens) - 1) for s in sequences], self.network.device)
+        ids = self._tensor([s.tokens[-1] for s in sequences])
+        given = self.network.begin(ids, work, self.cache)
+        h = self.network.initial_state(given)
+        for place, sequence in enumerate(sequences):
+            if sequence.request.plan.start == "previous" and sequence.state is not None:
+                h[place] = sequence.state
+        plans = [s.request.plan for s in sequences]
+        reached = deepen(
+            self.network,
+            self.cache,
+            given,
+            work,
+            h,
+            [plan.loops for plan in plans],
+            [plan.exit for plan in plans],
+            extrapolation,
+        )
+        self._take(sequences, reached.x, reached.state, reached.loops)
+
+    def _take(
+        self,
+        sequences: list[Sequence],
+        x: torch.Tensor,
+        states: torch.Tensor,
+        loops: list[int],
+    ) -> None:
+        logits = self.network.logits(x).cpu()
+        for place, sequence in enumerate(sequences):
+            if sequence.request.plan.start == "previous":
+                sequence.state = states[place]
+            token = sequence.choose(logits[place])
+            sequence.accept(token, loops[place], logits[place])
+
+    def _tensor(self, ids: list[int]) -> torch.Tensor:
+        return torch.tensor(ids, device=self.network.device)
+
+
+def by_extrapolation(sequences: list[Sequence]) -> list[tuple[Extrapolation, list[Sequence]]]:
+    """A pass reads all its states in one way."""
+    kinds = {s.request.plan.extrapolation for s in sequences}
+    return [(k, [s for s in sequences if s.request.plan.extrapolation == k]) for k in kinds]

@@ -1,0 +1,50 @@
+"""From a stream of ids to a stream of text: whole characters, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from parcae.data.tokenizer import Tokenizer
+
+
+class TextStream:
+    """`push` returns the text that has become certain; `finish` what was held back.
+
+    A character whose bytes are spread over several tokens comes out with the last of them, and text
+    that may be the beginning of a stop string comes out when it turns out not to be.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+        """A stop string has appeared; everything from its first letter on is dropped."""
+
+    def push(self, token: int) -> str:
+        return self._release(self._decoder.decode(self._bytes[token]))
+
+    def finish(self) -> str:
+        text = self._release(self._decoder.decode(b"", final=True))
+        rest, self._held = self._held, ""
+        return text if self.stopped else text + rest
+
+    def _release(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + text
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` with which `stop` begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,110 @@
+"""Which tokens a pass computes, and what each of them attends to.
+
+Tokens of all sequences lie end to end. A `Part` is the run of tokens that belongs to one row of the
+cache; a `Work` is all parts of a pass. Every token is written before anything is read, so tokens of
+one pass see each other as far as causality lets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """`count` consecutive tokens of one row, the first at position `first`."""
+
+    row: int
+    first: int
+    count: int = 1
+
+    @property
+    def end(self) -> int:
+        return self.first + self.count
+
+
+class Work:
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self.parts = tuple(parts)
+        self.device = device
+        self.tokens = sum(part.count for part in parts)
+        self._lanes: range | None = _equal_lanes(self.parts)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[N]"""
+        spans = [torch.arange(part.first, part.end) for part in self.parts]
+        return torch.cat(spans).to(self.device)
+
+    @cached_property
+    def last_tokens(self) -> list[int]:
+        """Where each part's last token stands among all tokens."""
+        places, end = [], 0
+        for part in self.parts:
+            end += part.count
+            places.append(end - 1)
+        return places
+
+    def only(self, kept: Sequence[int]) -> Work:
+        """The parts with these indices; in their order."""
+        return Work([self.parts[index] for index in kept], self.device)
+
+    def write(self, kept: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
+        """`kept` [row, position, 2, K, E] receives the tokens' keys and values."""
+        if self._lanes is not None:
+            rows, part = self._lanes, self.parts[0]
+            target = kept[rows.start : rows.stop, part.first]
+            target[:, 0], target[:, 1] = k_NKE, v_NKE
+            return
+        start = 0
+        for part in self.parts:
+            target, end = kept[part.row, part.first : part.end], start + part.count
+            target[:, 0], target[:, 1] = k_NKE[start:end], v_NKE[start:end]
+            start = end
+
+    def attend(self, q_NHE: Tensor, kept: Tensor) -> Tensor:
+        """[N, H, E]: each token over its own row, up to and with its own position."""
+        if self._lanes is not None:
+            rows = self._lanes
+            seen = kept[rows.start : rows.stop, : self.parts[0].end]
+            return _attend(q_NHE[:, :, None], seen.permute(2, 0, 3, 1, 4), None, False)[:, :, 0]
+        outputs, start = [], 0
+        for part, mask in zip(self.parts, self._masks, strict=True):
+            q = q_NHE[start : start + part.count].transpose(0, 1)
+            seen = kept[part.row, : part.end].permute(1, 2, 0, 3)
+            causal = part.first == 0 and part.count > 1
+            outputs.append(_attend(q[None], seen[:, None], mask, causal)[0].transpose(0, 1))
+            start += part.count
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @cached_property
+    def _masks(self) -> list[Tensor | None]:
+        return [self._mask(part) for part in self.parts]
+
+    def _mask(self, part: Part) -> Tensor | None:
+        if part.count == 1 or part.first == 0:
+            return None
+        keys = torch.arange(part.end, device=self.device)
+        return keys <= keys[part.first :, None]
+
+
+def _attend(q: Tensor, seen: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """q [B, H, n, E] over keys seen[0] and values seen[1], both [B, K, S, E]."""
+    grouped = q.shape[1] != seen.shape[2]
+    return F.scaled_dot_product_attention(
+        q, seen[0], seen[1], attn_mask=mask, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def _equal_lanes(parts: Sequence[Part]) -> range | None:
+    """The rows, where single tokens at one position fill consecutive rows: one call serves all."""
+    if not parts or any(p.count != 1 or p.first != parts[0].first for p in parts):
+        return None
+    rows = range(parts[0].row, parts[0].row + len(parts))
+    return rows if all(p.row == row for p, row in zip(parts, rows, strict=True)) else None
