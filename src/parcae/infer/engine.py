@@ -277,5 +277,5 @@ class Engine:
 
 def by_extrapolation(sequences: list[Sequence]) -> list[tuple[Extrapolation, list[Sequence]]]:
     """A pass reads all its states in one way."""
-    kinds = {s.request.plan.extrapolation for s in sequences}
+    kinds: set[Extrapolation] = {s.request.plan.extrapolation for s in sequences}
     return [(k, [s for s in sequences if s.request.plan.extrapolation == k]) for k in kinds]
