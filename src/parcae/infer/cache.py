@@ -19,6 +19,7 @@ sequence, a token is one contiguous stretch, and a prefix is one copy.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +109,7 @@ class Cache:
         """Prelude and coda: [layer, row, position, 2, head, channel]."""
         self.core = self._empty(layout.core, 0, 0, 0)
         """[slot x layer, row, position, 2, head, channel]."""
+        self._cut()
 
     @property
     def bytes(self) -> int:
@@ -134,15 +136,19 @@ class Cache:
                 new[: old.shape[0], : old.shape[1], : old.shape[2]] = old
         self.outer, self.core = outer, core
         self.rows, self.capacity, self.loops = rows, capacity, loops
+        self._cut()
 
-    def prelude_layer(self, layer: int) -> Tensor:
-        return self.outer[layer]
+    def _cut(self) -> None:
+        """The parts of single layers, cut once: a view costs as much as a small operation."""
+        layers = self.outer.unbind()
+        self.prelude_layers: Several[Tensor] = layers[: self.layout.prelude_layers]
+        self.coda_layers: Several[Tensor] = layers[self.layout.prelude_layers :]
+        self._core_layers: Several[Tensor] = self.core.unbind()
 
-    def coda_layer(self, layer: int) -> Tensor:
-        return self.outer[self.layout.prelude_layers + layer]
-
-    def core_layer(self, layer: int, loop: int) -> Tensor:
-        return self.core[self.policy.slot(loop) * self.layout.core_layers + layer]
+    def core_layers(self, loop: int) -> Several[Tensor]:
+        """What the layers of the core read and write in a loop, counted from 1."""
+        start = self.policy.slot(loop) * self.layout.core_layers
+        return self._core_layers[start : start + self.layout.core_layers]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """The first tokens of one row become those of another."""

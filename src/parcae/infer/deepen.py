@@ -31,20 +31,6 @@ class Reached:
     """How many each part ran."""
 
 
-def advance(
-    network: Network,
-    cache: Cache,
-    given: Given,
-    work: Work,
-    h: Tensor,
-    loops: range,
-) -> Tensor:
-    """All tokens through the same loops, nobody asked: `loops` counts from 1."""
-    for loop in loops:
-        h = network.loop(h, given, work, cache, loop)
-    return h
-
-
 def deepen(
     network: Network,
     cache: Cache,
@@ -64,7 +50,7 @@ def deepen(
     if watched and work.tokens > len(work.parts):
         raise ValueError("exit rules are for single tokens; a prompt is read at full depth.")
     if not watched and extrapolation == "none" and len(set(limits)) == 1:
-        h = advance(network, cache, given, work, h, range(1, limits[0] + 1))
+        h = network.loop(h, given, work, cache, range(1, limits[0] + 1))
         return Reached(network.read(h, given, work, cache), h, list(limits))
     return _Descent(network, cache, given, work, limits, rules, extrapolation).run(h)
 
@@ -100,7 +86,7 @@ class _Descent:
         while self.parts:
             loop += 1
             before = history[-1]
-            h = self.network.loop(before, self.given, self.work, self.cache, loop)
+            h = self.network.loop(before, self.given, self.work, self.cache, range(loop, loop + 1))
             history = [*history[1 - STATES :], h]
             guess = extrapolate(self.extrapolation, history)
             ended = self._ended(loop, before, h, guess)

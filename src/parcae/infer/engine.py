@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Several
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -27,8 +27,10 @@ from parcae.infer.cache import Policy
 from parcae.infer.deepen import deepen
 from parcae.infer.exit import ExitRule
 from parcae.infer.extrapolate import Extrapolation
+from parcae.infer.native.build import NoKernels
+from parcae.infer.native.kernels import Kernels
 from parcae.infer.network import Network
-from parcae.infer.quantise import Weights
+from parcae.infer.quantise import WEIGHTS, Weights
 from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling
@@ -39,6 +41,9 @@ from parcae.model.frame import LanguageModel
 Prompt = str | Several[int]
 
 
+Layers = Literal["auto", "native", "torch"]
+
+
 class Engine:
     def __init__(
         self,
@@ -47,10 +52,14 @@ class Engine:
         *,
         cache: str | Policy = "full",
         weights: Weights = "float32",
+        layers: Layers = "auto",
         rows: int = 16,
         reuse_prefixes: bool = True,
     ) -> None:
         """`rows`: how many requests are decoded together at most; the others wait.
+
+        `layers`: "native" runs passes of a few tokens through C++ that is compiled when it is first
+        used, on CPUs; "torch" does without; "auto" takes the first if it can be had.
 
         Weights are copied where they are changed, so the model may be trained on; the engine does
         not follow.
@@ -58,7 +67,9 @@ class Engine:
         require(rows >= 1, "rows", f"{rows} is not positive", "Use at least 1.")
         self.tokenizer = tokenizer
         self.config = model.config
-        self.network = Network(model, weights)
+        options = ", ".join(WEIGHTS)
+        require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
+        self.network = Network(model, weights, kernels(layers, weights, model.device))
         self.cache = self.network.cache(Policy.parse(cache))
         self.rows = Rows(self.cache, rows, reuse_prefixes)
         self._waiting: deque[Sequence] = deque()
@@ -273,6 +284,21 @@ class Engine:
 
     def _tensor(self, ids: list[int]) -> torch.Tensor:
         return torch.tensor(ids, device=self.network.device)
+
+
+def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
+    """The C++ layers, where they are wanted and can be had."""
+    known = layers in get_args(Layers)
+    require(known, "layers", f"{layers!r} is not an option", "Use auto, native or torch.")
+    fits = device.type == "cpu" and weights != "bfloat16"
+    if layers == "torch" or (layers == "auto" and not fits):
+        return None
+    require(fits, "layers", "native ones are for float32 and int8 on a CPU", "Use layers='auto'.")
+    try:
+        return Kernels()
+    except NoKernels as problem:
+        require(layers == "auto", "layers", f"native ones: {problem}", "Use layers='torch'.")
+        return None
 
 
 def by_extrapolation(sequences: list[Sequence]) -> list[tuple[Extrapolation, list[Sequence]]]:

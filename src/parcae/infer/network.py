@@ -1,8 +1,8 @@
 """The three stages of a looped model over a cache, for tokens of any number of sequences.
 
-    given = network.begin(ids, work, cache)          prelude, and what every loop is given
-    h     = network.loop(h, given, work, cache, t)   one loop, the t-th
-    x     = network.read(h, given, work, cache)      coda
+    given = network.begin(ids, work, cache)                          what every loop is given
+    h     = network.loop(h, given, work, cache, range(1, 9))         the first eight loops
+    x     = network.read(h, given, work, cache)                      coda
     network.logits(x)
 
 A Transformer is a network without a loop: its layers are all prelude.
@@ -10,22 +10,24 @@ A Transformer is a network without a loop: its layers are all prelude.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from parcae.config import ModelConfig
-from parcae.infer.cache import Cache, Layout
-from parcae.infer.layers import Layer, Prepare, Product, Stack, normalise, phase_table
-from parcae.infer.quantise import PREPARATIONS, Weights
+from parcae.infer.cache import Cache, Layout, Policy
+from parcae.infer.layers import Layer, Prepare, ScaledNorm, Stack, phase_table
+from parcae.infer.native.kernels import Kernels, MixFields
+from parcae.infer.native.stack import NativeStack
+from parcae.infer.quantise import Matrix, Weights, matrix
 from parcae.infer.work import Work
 from parcae.model.frame import LanguageModel
-from parcae.model.injection import DiagonalInjection, Injection
+from parcae.model.injection import AdditionInjection, DiagonalInjection, Injection
 from parcae.model.looped import LoopedModel
 from parcae.model.transformer import Transformer
 
@@ -72,89 +74,126 @@ def joined(parts: Sequence[Given]) -> Given:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
-    """x = A_bar h + drive, with A_bar as the injection has it, then the core's layers."""
+class Build:
+    """Stacks of layers from the blocks of a model."""
 
-    drive: Product
-    mix: Callable[[Tensor, Tensor], Tensor]
+    prepare: Prepare
+    kernels: Kernels | None
+    context: int
+
+    def __call__(self, blocks: Iterable[nn.Module]) -> Stack:
+        layers = [Layer.of(block, self.prepare) for block in blocks]  # type: ignore[arg-type]
+        if self.kernels is None:
+            return Stack(layers)
+        return NativeStack(layers, self.kernels, self.context)
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """x = A_bar h + drive, then the core's layers."""
+
+    into: Matrix | None
+    """B_bar; None where e itself is what is added."""
+    transition: Tensor | Matrix | None
+    """A_bar: its diagonal, or a matrix, or None for 1."""
     stack: Stack
 
     @classmethod
-    def of(cls, model: LoopedModel, prepare: Prepare) -> Loop:
-        core = model.loop.core
-        stack = Stack([Layer.of(block, prepare) for block in core.blocks])  # type: ignore[arg-type]
-        injection: Injection = core.injection
+    def of(cls, model: LoopedModel, prepare: Prepare, build: Build) -> Loop:
+        injection: Injection = model.loop.core.injection
+        stack = build(model.loop.core.blocks)
+        if isinstance(injection, AdditionInjection):
+            return cls(None, None, stack)
+        into = prepare(injection.input_matrix())
         if isinstance(injection, DiagonalInjection):
-            decay = injection.decay().detach()
-            return cls(
-                prepare(injection.input_matrix().detach().float()),
-                lambda h, drive: torch.addcmul(drive, decay, h),
-                stack,
-            )
-        if model.config.injection == "addition":
-            return cls(lambda e: e, torch.add, stack)
-        transition = prepare(injection.transition_matrix().detach().float().contiguous())
-        return cls(
-            prepare(injection.input_matrix().detach().float().contiguous()),
-            lambda h, drive: transition(h) + drive,
-            stack,
-        )
+            return cls(into, injection.decay().detach().contiguous(), stack)
+        return cls(into, prepare(injection.transition_matrix()), stack)
+
+    def drive(self, e: Tensor) -> Tensor:
+        return e if self.into is None else self.into(e)
+
+    def run(self, h: Tensor, given: Given, work: Work, cache: Cache, loops: range) -> Tensor:
+        """The loops, counted from 1."""
+        phases, values = given.core_phases, given.core_values
+        if isinstance(self.stack, NativeStack) and self.stack.takes(work):
+            kept = [part for loop in loops for part in cache.core_layers(loop)]
+            drive = given.drive.contiguous()
+            mix = self._mix
+            return self.stack.run(h, phases, values, kept, work, mix, drive, len(loops))
+        for loop in loops:
+            x = self._mixed(h, given.drive)
+            h = self.stack(x, phases, values, cache.core_layers(loop), work)
+        return h
+
+    def _mixed(self, h: Tensor, drive: Tensor) -> Tensor:
+        if isinstance(self.transition, Matrix):
+            return self.transition.add_to(drive, h)
+        if self.transition is None:
+            return h + drive
+        return torch.addcmul(drive, self.transition, h)
+
+    @cached_property
+    def _mix(self) -> MixFields:
+        if isinstance(self.transition, Matrix):
+            return MixFields(None, self.transition.fields)
+        return MixFields(None if self.transition is None else self.transition.data_ptr())
 
 
 class Network:
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, weights: Weights = "float32") -> None:
-        prepare = PREPARATIONS[weights]
+    def __init__(
+        self, model: LanguageModel, weights: Weights = "float32", kernels: Kernels | None = None
+    ) -> None:
+        """With `kernels`, passes of a few tokens go through the C++ layers."""
         config: ModelConfig = model.config
+        prepare = partial(matrix, weights=weights, kernels=kernels)
+        build = Build(prepare, kernels, config.context_length)
         self.config, self.weights = config, weights
         self.layout = Layout.of(config)
         self.device = model.device
         self.embedding = model.embed.weight.detach()
         self.value_tables = {int(k): t.weight.detach() for k, t in model.value_tables.items()}  # type: ignore
-        self.eps = config.norm_eps
-        self.prelude_scale: Tensor | None = None
+        self.prelude_norm: ScaledNorm | None = None
         self.loop_body: Loop | None = None
-        self.readout: Product | None = None
-        layer = partial(Layer.of, prepare=prepare)
+        self.readout: Matrix | None = None
         if isinstance(model, LoopedModel):
-            self.prelude = Stack([layer(block) for block in model.prelude.blocks])  # type: ignore
-            self.coda = Stack([layer(block) for block in model.coda.blocks])  # type: ignore
-            self.loop_body = Loop.of(model, prepare)
+            self.prelude = build(model.prelude.blocks)
+            self.coda = build(model.coda.blocks)
+            self.loop_body = Loop.of(model, prepare, build)
             if model.prelude.norm is not None:
-                self.prelude_scale = model.prelude.norm.weight.detach().float()
+                self.prelude_norm = ScaledNorm.of(model.prelude.norm.weight, config.norm_eps)
             if model.coda.readout is not None:
-                self.readout = prepare(model.coda.readout.weight.detach().float())
+                self.readout = prepare(model.coda.readout.weight)
             final = model.coda.norm
         elif isinstance(model, Transformer):
-            self.prelude = Stack([layer(block) for block in model.blocks])  # type: ignore
-            self.coda = Stack([])
+            self.prelude, self.coda = build(model.blocks), Stack([])
             final = model.norm
         else:
             raise TypeError(f"{type(model).__name__}: not a model that can be decoded here.")
-        self.final_scale = final.weight.detach().float()
+        self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
         self.unembedding = model.unembedding.detach()
         self.head = prepare(self.unembedding)
-        length = config.context_length
-        table = partial(phase_table, length, theta=config.rope_theta, device=self.device)
-        self.outer_phases = table(head_dim=config.block.head_dim)
-        self.core_phases = table(head_dim=config.core_block.head_dim)
+        length, theta = config.context_length, config.rope_theta
+        self.outer_phases = phase_table(length, config.block.head_dim, theta, self.device)
+        self.core_phases = phase_table(length, config.core_block.head_dim, theta, self.device)
 
     @property
     def has_loop(self) -> bool:
         return self.loop_body is not None
 
-    def cache(self, policy, dtype: torch.dtype = torch.float32) -> Cache:
-        return Cache(self.layout, policy, dtype, self.device)
+    def cache(self, policy: Policy) -> Cache:
+        """An empty one; it takes room when it is told how much."""
+        return Cache(self.layout, policy, torch.float32, self.device)
 
     def begin(self, ids: Tensor, work: Work, cache: Cache) -> Given:
         phases = self.outer_phases[work.positions]
         layers = self.layout.prelude_layers
         x = F.embedding(ids, self.embedding).float()
-        x = self.prelude(x, phases, self._values(ids, 0, layers), cache.prelude_layer, work)
+        x = self.prelude(x, phases, self._values(ids, 0, layers), cache.prelude_layers, work)
         if self.loop_body is None:
             return Given(x, phases, (), phases, ())
-        if self.prelude_scale is not None:
-            x = normalise(x, self.eps) * self.prelude_scale
+        if self.prelude_norm is not None:
+            x = self.prelude_norm(x)
         core_layers = self.layout.core_layers
         return Given(
             self.loop_body.drive(x),
@@ -167,21 +206,20 @@ class Network:
     def initial_state(self, given: Given) -> Tensor:
         return torch.zeros_like(given.drive)
 
-    def loop(self, h: Tensor, given: Given, work: Work, cache: Cache, loop: int) -> Tensor:
+    def loop(self, h: Tensor, given: Given, work: Work, cache: Cache, loops: range) -> Tensor:
+        """The loops asked for, counted from 1; all tokens take part."""
         if self.loop_body is None:
             return given.drive
-        x = self.loop_body.mix(h, given.drive)
-        kept = partial(cache.core_layer, loop=loop)
-        return self.loop_body.stack(x, given.core_phases, given.core_values, kept, work)
+        return self.loop_body.run(h, given, work, cache, loops)
 
     def read(self, h: Tensor, given: Given, work: Work, cache: Cache) -> Tensor:
         """What the head reads: normed, [N, d_e]."""
         x = h if self.readout is None else self.readout(h)
-        x = self.coda(x, given.coda_phases, given.coda_values, cache.coda_layer, work)
-        return normalise(x, self.eps) * self.final_scale
+        x = self.coda(x, given.coda_phases, given.coda_values, cache.coda_layers, work)
+        return self.final_norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.head(x).float()
+        return self.head(x)
 
     def _values(self, ids: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         found = (self.value_tables.get(first_layer + i) for i in range(layers))

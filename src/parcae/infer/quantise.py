@@ -1,33 +1,93 @@
-"""Smaller weights for decoding: a token reads every weight once, so bytes are time."""
+"""Weight matrices as decoding holds them: a token reads every weight once, so bytes are time.
+
+`float32`   as they are
+`int8`      every row in 8 bits with a scale of its own; what it is multiplied with stays float32
+`bfloat16`  half the memory, the same range, 8 bits of mantissa; the products are bfloat16's too
+
+With kernels (see `native`) passes of a few tokens are multiplied there; others by PyTorch, where
+8-bit weights are first spread out to floats.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.infer.layers import Prepare, Product, float_product
+from parcae.infer.native.kernels import MOST_TOKENS, Kernels, MatrixFields
 
 Weights = Literal["float32", "int8", "bfloat16"]
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+LARGEST = 127
 
 
-def int8_product(weight: Tensor) -> Product:
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-    whole = (weight / scale).round().to(torch.int8).contiguous()
-    scales = scale[:, 0].bfloat16()
-    return lambda x: torch.ops.aten._weight_int8pack_mm(x.bfloat16(), whole, scales).float()
+class Matrix(ABC):
+    """W [out, in]."""
+
+    fields: MatrixFields
+    """Where the C++ layers find it."""
+
+    def __init__(self, kernels: Kernels | None) -> None:
+        self.kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x W^T, from [N, in] to [N, out]."""
+        if self.kernels is not None and len(x) <= MOST_TOKENS:
+            return self.kernels.multiply(self.fields, x)
+        return self.product(x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x W^T."""
+        if self.kernels is not None and len(x) <= MOST_TOKENS:
+            return self.kernels.multiply(self.fields, x, residual)
+        return self.product(x).add_(residual)
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """By PyTorch."""
 
 
-def bfloat16_product(weight: Tensor) -> Product:
-    weight = weight.bfloat16().contiguous()
-    return lambda x: F.linear(x.bfloat16(), weight).float()
+class FloatMatrix(Matrix):
+    def __init__(self, weight: Tensor, kernels: Kernels | None) -> None:
+        super().__init__(kernels)
+        self.weight = weight.contiguous()
+        self.transposed = self.weight.t()
+        self.fields = MatrixFields(self.weight.data_ptr(), None, *weight.shape)
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.transposed)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        if self.kernels is not None and len(x) <= MOST_TOKENS:
+            return super().add_to(residual, x)
+        return torch.addmm(residual, x, self.transposed)
 
 
-PREPARATIONS: dict[Weights, Prepare] = {
-    "float32": float_product,
-    "int8": int8_product,
-    "bfloat16": bfloat16_product,
-}
+class Int8Matrix(Matrix):
+    def __init__(self, weight: Tensor, kernels: Kernels | None) -> None:
+        super().__init__(kernels)
+        self.scale = (weight.abs().amax(1).clamp(min=1e-30) / LARGEST).contiguous()
+        self.whole = (weight / self.scale[:, None]).round().to(torch.int8).contiguous()
+        self.fields = MatrixFields(self.whole.data_ptr(), self.scale.data_ptr(), *weight.shape)
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.whole.to(x.dtype).t()).mul_(self.scale)
+
+
+class BFloat16Matrix(Matrix):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(None)
+        self.transposed = weight.bfloat16().contiguous().t()
+
+    def product(self, x: Tensor) -> Tensor:
+        return torch.mm(x.bfloat16(), self.transposed).float()
+
+
+def matrix(weight: Tensor, weights: Weights, kernels: Kernels | None = None) -> Matrix:
+    """A weight, detached, in the form asked for."""
+    weight = weight.detach().float()
+    if weights == "bfloat16":
+        return BFloat16Matrix(weight)
+    return (FloatMatrix if weights == "float32" else Int8Matrix)(weight, kernels)

@@ -138,7 +138,8 @@ def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Seq
     """The token at `position`, from its logits [V] and the tokens before it."""
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
-        check_logits(logits)
-        return int(logits.argmax())
+        best = int(logits.argmax())  # not a number counts as the largest
+        check_logits(logits[best])
+        return best
     chances = probabilities(logits, sampling)
     return int(choose(chances, noise(seed, position, len(chances))))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from parcae.infer.cache import Cache
-from parcae.infer.deepen import advance
 from parcae.infer.network import Given, Network, joined
 from parcae.infer.sequence import Sequence
 from parcae.infer.work import Part, Work
@@ -34,7 +33,7 @@ def decode(network: Network, cache: Cache, sequences: Several[Sequence]) -> None
     ]
     h, given = _by_sequence(drafted, states, givens)
     work = Work(parts, network.device)
-    h = advance(network, cache, given, work, h, range(plan.draft_loops + 1, plan.loops + 1))
+    h = network.loop(h, given, work, cache, range(plan.draft_loops + 1, plan.loops + 1))
     logits = network.logits(network.read(h, given, work, cache)).cpu()
     start = 0
     for sequence, draft in zip(sequences, drafted, strict=True):
@@ -61,7 +60,7 @@ def _draft(
         work = Work(parts, network.device)
         given = network.begin(torch.tensor(last, device=network.device), work, cache)
         h = network.initial_state(given)
-        h = advance(network, cache, given, work, h, range(1, plan.draft_loops + 1))
+        h = network.loop(h, given, work, cache, range(1, plan.draft_loops + 1))
         states.append(h)
         givens.append(given)
         guessing = [n for n, i in enumerate(going) if step < lengths[i]]

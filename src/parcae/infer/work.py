@@ -43,6 +43,13 @@ class Work:
         return torch.cat(spans).to(self.device)
 
     @cached_property
+    def rows(self) -> Tensor:
+        """[N]"""
+        counts = torch.tensor([part.count for part in self.parts])
+        rows = torch.tensor([part.row for part in self.parts])
+        return rows.repeat_interleave(counts).to(self.device)
+
+    @cached_property
     def last_tokens(self) -> list[int]:
         """Where each part's last token stands among all tokens."""
         places, end = [], 0
@@ -68,18 +75,22 @@ class Work:
             target[:, 0], target[:, 1] = k_NKE[start:end], v_NKE[start:end]
             start = end
 
-    def attend(self, q_NHE: Tensor, kept: Tensor) -> Tensor:
-        """[N, H, E]: each token over its own row, up to and with its own position."""
+    def attend(self, q_NHE: Tensor, kept: Tensor, scale: float | None = None) -> Tensor:
+        """[N, H, E]: each token over its own row, up to and with its own position.
+
+        Scores are multiplied by `scale`, 1 / sqrt(E) if left out.
+        """
         if self._lanes is not None:
             rows = self._lanes
             seen = kept[rows.start : rows.stop, : self.parts[0].end]
-            return _attend(q_NHE[:, :, None], seen.permute(2, 0, 3, 1, 4), None, False)[:, :, 0]
+            k, v = seen.permute(2, 0, 3, 1, 4).unbind()
+            return _attend(q_NHE[:, :, None], k, v, None, False, scale)[:, :, 0]
         outputs, start = [], 0
         for part, mask in zip(self.parts, self._masks, strict=True):
             q = q_NHE[start : start + part.count].transpose(0, 1)
-            seen = kept[part.row, : part.end].permute(1, 2, 0, 3)
+            k, v = kept[part.row : part.row + 1, : part.end].permute(2, 0, 3, 1, 4).unbind()
             causal = part.first == 0 and part.count > 1
-            outputs.append(_attend(q[None], seen[:, None], mask, causal)[0].transpose(0, 1))
+            outputs.append(_attend(q[None], k, v, mask, causal, scale)[0].transpose(0, 1))
             start += part.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -94,11 +105,12 @@ class Work:
         return keys <= keys[part.first :, None]
 
 
-def _attend(q: Tensor, seen: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """q [B, H, n, E] over keys seen[0] and values seen[1], both [B, K, S, E]."""
-    grouped = q.shape[1] != seen.shape[2]
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+) -> Tensor:
+    """q [B, H, n, E] over keys and values [B, K, S, E]."""
     return F.scaled_dot_product_attention(
-        q, seen[0], seen[1], attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 

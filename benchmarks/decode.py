@@ -1,0 +1,197 @@
+"""Tokens per second at the shape of parcae-140m, against what a user would take instead.
+
+    python benchmarks/decode.py [--rounds 8] [--loops 8] [--context 256] [--out result.json]
+
+All candidates take turns in one process; random weights, greedy, float32 unless they say otherwise.
+
+    plain            the prefix is computed again for every token (parcae.infer.plain)
+    transformers     GPT-2 with as many layers as a token passes here, same width, own cache; left
+                     out where transformers is not installed (pip install -e .[hf])
+    products alone   the matrix-vector products of one token and nothing else: the machine's limit
+    ours             Engine, one sequence; int8 weights; sixteen sequences
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import parcae
+from parcae.cpu import keep_freed_memory
+from parcae.infer.plain import generate as plain_generate
+
+BATCH = 16
+
+
+class Ours:
+    """A sequence, or several, in the middle of a text; every call gives each one more token."""
+
+    def __init__(self, model, loops: int, context: int, rows: int = 1, **options) -> None:
+        self.engine = parcae.Engine(model, rows=rows, **options)
+        generator = torch.Generator().manual_seed(0)
+        prompts = torch.randint(model.config.vocab_size, (rows, context), generator=generator)
+        requests = [
+            self.engine.request(prompt, loops=loops, new_tokens=1000) for prompt in prompts.tolist()
+        ]
+        self.engine.rows.reserve(requests, 0)
+        for request in requests:
+            self.engine.submit(request)
+        self.engine.step()
+        self.tokens = rows
+
+    def __call__(self) -> None:
+        self.engine.step()
+
+
+def plain(model, loops: int, context: int) -> Callable[[], None]:
+    prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
+
+    def one_token() -> None:
+        plain_generate(model, prompt, new_tokens=1, depths=loops, temperature=0)
+
+    return one_token
+
+
+def products(model, loops: int) -> Callable[[], None]:
+    """Every weight matrix that a token meets, in the order it meets them."""
+    parts = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
+    prelude, core, coda = ([_fused(block) for block in part] for part in parts)
+    readout = model.coda.readout.weight.detach()
+    injection = model.loop.core.injection.B.detach()
+    order = [*prelude, [injection], *core * loops, [readout], *coda, [model.unembedding.detach()]]
+    weights = [weight for block in order for weight in block]
+    inputs = {w.shape[1]: torch.randn(1, w.shape[1]) for w in weights}
+
+    @torch.no_grad()
+    def multiply() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    return multiply
+
+
+def _fused(block) -> list[torch.Tensor]:
+    attention, mlp = block.attn, block.mlp
+    qkv = torch.cat([attention.q.weight, attention.k.weight, attention.v.weight]).detach()
+    others = (attention.out.weight, mlp.fc.weight, mlp.proj.weight)
+    return [qkv, *(weight.detach().clone() for weight in others)]
+
+
+class Transformers:
+    """One step of `generate` with its own cache; what reading the prompt takes is taken off."""
+
+    NEW = 8
+
+    def __init__(self, config, loops: int, context: int) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        layers = config.prelude_layers + loops * config.core_layers + config.coda_layers
+        shape = GPT2Config(
+            vocab_size=config.vocab_size,
+            n_embd=config.width,
+            n_layer=layers,
+            n_head=config.heads,
+            n_positions=config.context_length,
+            bos_token_id=0,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        self.model = GPT2LMHeadModel(shape).eval()
+        self.prompt = torch.randint(config.vocab_size, (1, context))
+
+    def seconds(self) -> float:
+        return (self._generate(1 + self.NEW) - self._generate(1)) / self.NEW
+
+    @torch.no_grad()
+    def _generate(self, tokens: int) -> float:
+        start = time.perf_counter()
+        mask = torch.ones_like(self.prompt)
+        self.model.generate(
+            self.prompt, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens,
+            do_sample=False,
+        )
+        return time.perf_counter() - start
+
+
+def seconds(function: Callable[[], None], repetitions: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        function()
+    return (time.perf_counter() - start) / repetitions
+
+
+def filled(model):
+    """Weights that begin at zero are drawn too, so that every product has something to do."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+    return model
+
+
+def measure(loops: int, context: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds a token, of every round."""
+    keep_freed_memory()
+    torch.manual_seed(0)
+    model = filled(parcae.create("parcae-140m"))
+    config = model.config
+    candidates: dict[str, Callable[[], float]] = {
+        "products alone": lambda f=products(model, loops): seconds(f, 4),
+        "ours": lambda f=Ours(model, loops, context): seconds(f, 4),
+        "ours, PyTorch only": lambda f=Ours(model, loops, context, layers="torch"): seconds(f, 4),
+        "ours, int8": lambda f=Ours(model, loops, context, weights="int8"): seconds(f, 4),
+        "plain": lambda f=plain(model, loops, context): seconds(f, 1),
+    }
+    many = Ours(model, loops, context, rows=BATCH)
+    candidates[f"ours, {BATCH} sequences"] = lambda: seconds(many, 2) / BATCH
+    try:
+        candidates["transformers"] = Transformers(config, loops, context).seconds
+    except ImportError:
+        print("transformers is not installed: left out (pip install -e .[hf])")
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds + 1):
+        for name, candidate in candidates.items():
+            result = candidate()
+            if number:  # the first round warms up
+                taken[name].append(result)
+    return taken
+
+
+def report(taken: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    table = {}
+    ours = taken["ours"]
+    for name, times in taken.items():
+        table[name] = {
+            "milliseconds": 1e3 * min(times),
+            "times_ours_by_minima": min(times) / min(ours),
+            "times_ours_by_medians": statistics.median(times) / statistics.median(ours),
+        }
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--loops", type=int, default=8)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    table = report(measure(arguments.loops, arguments.context, arguments.rounds))
+    print(f"parcae-140m, {arguments.loops} loops, context {arguments.context}, a token")
+    print(f"{'':22s} {'ms at best':>11s} {'by minima':>11s} {'by medians':>11s}")
+    for name, row in table.items():
+        ratios = [f"{row[f'times_ours_by_{kind}']:10.2f}x" for kind in ("minima", "medians")]
+        print(f"{name:22s} {row['milliseconds']:11.2f} {' '.join(ratios)}")
+    print("ratios are the time a token takes, over ours")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(table, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Compile `layers.cpp` when it is first needed, and keep the result for this kind of CPU.
+
+Nothing is installed: the library lies in the user's cache folder under a name made of the source,
+the compiler and the CPU. Where there is no compiler, decoding works without it, only slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+from parcae.files import atomic_path
+
+SOURCE = Path(__file__).with_name("layers.cpp")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+SECONDS = 120
+
+
+class NoKernels(RuntimeError):
+    """Why the C++ layers cannot be had here."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """Built if need be, and loaded. The same object, or the same error, from then on."""
+    problem = _problem()
+    if problem is not None:
+        raise NoKernels(problem)
+    try:
+        return ctypes.CDLL(str(_built()))
+    except OSError as error:
+        raise NoKernels(f"the compiled layers cannot be loaded ({error})") from None
+
+
+@cache
+def _problem() -> str | None:
+    if os.environ.get("PARCAE_NATIVE", "1") == "0":
+        return "PARCAE_NATIVE=0 turns them off"
+    return None if _compiler() else "there is no C++ compiler (set CXX, or install g++)"
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _built() -> Path:
+    compiler = _compiler()
+    assert compiler is not None
+    version = _run([compiler, "--version"])
+    key = "\n".join((SOURCE.read_text(), version, *FLAGS, _processor()))
+    name = f"layers-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    path = cache_folder() / name
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with atomic_path(path) as temporary:
+                _compile(compiler, temporary)
+        except OSError as error:
+            raise NoKernels(f"{path} cannot be written ({error})") from None
+    return path
+
+
+def _compile(compiler: str, target: Path) -> None:
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(target)]
+    try:
+        _run([*command, "-fopenmp"])
+    except NoKernels:  # a compiler without OpenMP still makes a library for one thread
+        _run(command)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        shown = (error.stderr or "").strip().splitlines()[:3]
+        raise NoKernels(f"{command[0]} failed: {' '.join(shown)}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernels(f"{command[0]} failed: {error}") from None
+    return done.stdout
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "parcae"
+
+
+def _processor() -> str:
+    """What -march=native looks at; a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "\n".join(
+        sorted({x for x in lines if x.startswith(("flags", "model name", "Features"))})
+    )
