@@ -22,7 +22,7 @@ from torch import Tensor
 from parcae.config import ModelConfig
 from parcae.infer.cache import Cache, Layout
 from parcae.infer.layers import Layer, Prepare, Product, Stack, normalise, phase_table
-from parcae.infer.quantise import PREPARATIONS, Weights
+from parcae.infer.quantise import PREPARATIONS, Weights, stored_bytes
 from parcae.infer.work import Work
 from parcae.model.frame import LanguageModel
 from parcae.model.injection import DiagonalInjection, Injection
@@ -104,9 +104,15 @@ class Loop:
 class Network:
     @torch.no_grad()
     def __init__(self, model: LanguageModel, weights: Weights = "float32") -> None:
-        prepare = PREPARATIONS[weights]
+        self._prepared_bytes = 0
+
+        def prepare(weight: Tensor) -> Product:
+            self._prepared_bytes += stored_bytes(weight, weights)
+            return PREPARATIONS[weights](weight)
+
         config: ModelConfig = model.config
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights: Weights = weights
         self.layout = Layout.of(config)
         self.device = model.device
         self.embedding = model.embed.weight.detach()
@@ -133,7 +139,7 @@ class Network:
             raise TypeError(f"{type(model).__name__}: not a model that can be decoded here.")
         self.final_scale = final.weight.detach().float()
         self.unembedding = model.unembedding.detach()
-        self.head = prepare(self.unembedding)
+        self.head = PREPARATIONS[weights](self.unembedding)
         length = config.context_length
         table = partial(phase_table, length, theta=config.rope_theta, device=self.device)
         self.outer_phases = table(head_dim=config.block.head_dim)
@@ -142,6 +148,14 @@ class Network:
     @property
     def has_loop(self) -> bool:
         return self.loop_body is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all weights: tables as they are, and the matrices that products are made of."""
+        tables = (self.embedding, self.unembedding, *self.value_tables.values())
+        different = {table.data_ptr(): table.nbytes for table in tables}
+        shrunk = 0 if self.weights == "float32" else stored_bytes(self.unembedding, self.weights)
+        return self._prepared_bytes + shrunk + sum(different.values())
 
     def cache(self, policy, dtype: torch.dtype = torch.float32) -> Cache:
         return Cache(self.layout, policy, dtype, self.device)

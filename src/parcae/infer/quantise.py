@@ -26,6 +26,13 @@ def bfloat16_product(weight: Tensor) -> Product:
     return lambda x: F.linear(x.bfloat16(), weight).float()
 
 
+def stored_bytes(weight: Tensor, weights: Weights) -> int:
+    """What is left of a weight [out, in]."""
+    if weights == "int8":
+        return weight.numel() + 2 * len(weight)
+    return weight.numel() * (2 if weights == "bfloat16" else 4)
+
+
 PREPARATIONS: dict[Weights, Prepare] = {
     "float32": float_product,
     "int8": int8_product,
