@@ -122,12 +122,16 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
     from parcae.config import ConfigError
 
     left = list(arguments.settings)
-    if arguments.prompt is None and left and not left[0].startswith("-"):
+    if arguments.prompt is None and left and not _is_flag(left[0]):
         arguments.prompt = left.pop(0)
     if left:
-        what = "no such option" if left[0].startswith("-") else "one prompt too many"
+        what = "no such option" if _is_flag(left[0]) else "one prompt too many"
         raise ConfigError(f"{left[0]}: {what}. See --help; quote a prompt of several words.")
     return arguments.prompt
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and word != "-" and " " not in word
 
 
 def _write(

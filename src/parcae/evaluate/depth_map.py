@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def _rows(loops: int) -> list[int]:
 
 
 def _short(label: str) -> str:
-    label = label.translate(LETTERS)
+    label = re.sub(" {3,}", lambda run: f"␣×{len(run[0])}", label).translate(LETTERS)
     return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
 
