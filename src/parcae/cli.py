@@ -18,7 +18,18 @@ from collections.abc import Sequence
 from parcae.config import ConfigError
 from parcae.files import FileError
 
-COMMANDS = ("presets", "show", "demo", "data", "tokenizer", "plan", "train", "report")
+COMMANDS = (
+    "presets",
+    "show",
+    "demo",
+    "data",
+    "tokenizer",
+    "plan",
+    "train",
+    "report",
+    "generate",
+    "depth",
+)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -17,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 
@@ -68,7 +70,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for index, name in enumerate(columns):
         view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        view.add_row(*(str(cell) for cell in row))
+        view.add_row(*(Text(str(cell)) for cell in row))  # a [bracket] is no markup
     return view
 
 
@@ -78,3 +80,27 @@ def short(number: float) -> str:
         if abs(number) >= size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
+
+
+def size(count: float) -> str:
+    """1234567 -> '1.18 MiB'."""
+    for unit, letters in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.3g} {letters}"
+    return f"{count:.0f} B"
+
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], top: float, most: int = 240) -> tuple[str, int]:
+    """One bar for each value, from nothing to `top`; beyond `most` bars, each is the mean of
+    several values. Returns the bars and how many values each stands for."""
+    group = -(-len(values) // most) or 1
+    means = (
+        sum(part) / len(part)
+        for start in range(0, len(values), group)
+        if (part := values[start : start + group])
+    )
+    places = (min(max(ceil(mean / top * len(BARS) - 1e-9), 1), len(BARS)) for mean in means)
+    return "".join(BARS[place - 1] for place in places), group

@@ -73,13 +73,13 @@ def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
     from typing import cast
 
     from parcae.experiments.looping import measure, picture
+    from parcae.infer.checkpoint import find_model
     from parcae.model.looped import LoopedModel
     from parcae.model.store import load
     from parcae.train.corpora import open_corpora
 
-    newest = max((folder / "checkpoints").glob("step-*"))
     batches = list(open_corpora(recipe, folder).validation(recipe, 16))
-    profile = measure(cast(LoopedModel, load(newest)), batches)
+    profile = measure(cast(LoopedModel, load(find_model(folder))), batches)
     return profile, picture(profile, recipe.model.loop.mean_loops, path)
 
 
@@ -111,7 +111,8 @@ def _explain(
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
         f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
-        f"Try next  parcae report {folder}\n"
+        f"Try next  parcae generate {folder} --exit kl:0.01  (each token loops as it needs)\n"
+        f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
         "          docs/tour.md, docs/training.md",

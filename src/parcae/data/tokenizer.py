@@ -120,7 +120,7 @@ class Tokenizer:
         """The smallest unsigned type that holds every id, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
-    @property
+    @cached_property
     def is_byte_level(self) -> bool:
         return (json.loads(self.content).get("decoder") or {}).get("type") == "ByteLevel"
 

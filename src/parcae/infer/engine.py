@@ -14,7 +14,7 @@ token, or several where it speculates. A request's text depends on nothing but i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as Several
 from typing import Any, Literal, get_args
 
@@ -171,8 +171,8 @@ class Engine:
             self.cancel(*sequences)
         return [sequence.completion() for sequence in sequences]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
-        """Token by token; the last piece carries the completion."""
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece]:
+        """Token by token; the last piece carries the completion. Closing it ends the request."""
         request = self.request(prompt, **options)
         self.rows.reserve([request], len(self._running))
         sequence = self.submit(request)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -146,9 +146,16 @@ class Network:
     ) -> None:
         """With `kernels`, passes of a few tokens go through the C++ layers."""
         config: ModelConfig = model.config
-        prepare = partial(matrix, weights=weights, kernels=kernels)
+        matrices: list[Matrix] = []
+
+        def prepare(weight: Tensor) -> Matrix:
+            matrices.append(matrix(weight, weights, kernels))
+            return matrices[-1]
+
         build = Build(prepare, kernels, config.context_length)
-        self.config, self.weights = config, weights
+        self.config = config
+        self.weights: Weights = weights
+        self.kernels = kernels
         self.layout = Layout.of(config)
         self.device = model.device
         self.embedding = model.embed.weight.detach()
@@ -173,6 +180,9 @@ class Network:
         self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
         self.unembedding = model.unembedding.detach()
         self.head = prepare(self.unembedding)
+        held = (self.embedding, *self.value_tables.values(), *(m.stored for m in matrices))
+        self.weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+        """Memory of all weights; what is shared counts once."""
         length, theta = config.context_length, config.rope_theta
         self.outer_phases = phase_table(length, config.block.head_dim, theta, self.device)
         self.core_phases = phase_table(length, config.core_block.head_dim, theta, self.device)

@@ -26,6 +26,7 @@ LARGEST = 127
 class Matrix(ABC):
     """W [out, in]."""
 
+    stored: Tensor
     fields: MatrixFields
     """Where the C++ layers find it."""
 
@@ -52,9 +53,9 @@ class Matrix(ABC):
 class FloatMatrix(Matrix):
     def __init__(self, weight: Tensor, kernels: Kernels | None) -> None:
         super().__init__(kernels)
-        self.weight = weight.contiguous()
-        self.transposed = self.weight.t()
-        self.fields = MatrixFields(self.weight.data_ptr(), None, *weight.shape)
+        self.stored = weight.contiguous()
+        self.transposed = self.stored.t()
+        self.fields = MatrixFields(self.stored.data_ptr(), None, *weight.shape)
 
     def product(self, x: Tensor) -> Tensor:
         return torch.mm(x, self.transposed)
@@ -69,17 +70,18 @@ class Int8Matrix(Matrix):
     def __init__(self, weight: Tensor, kernels: Kernels | None) -> None:
         super().__init__(kernels)
         self.scale = (weight.abs().amax(1).clamp(min=1e-30) / LARGEST).contiguous()
-        self.whole = (weight / self.scale[:, None]).round().to(torch.int8).contiguous()
-        self.fields = MatrixFields(self.whole.data_ptr(), self.scale.data_ptr(), *weight.shape)
+        self.stored = (weight / self.scale[:, None]).round().to(torch.int8).contiguous()
+        self.fields = MatrixFields(self.stored.data_ptr(), self.scale.data_ptr(), *weight.shape)
 
     def product(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.whole.to(x.dtype).t()).mul_(self.scale)
+        return torch.mm(x, self.stored.to(x.dtype).t()).mul_(self.scale)
 
 
 class BFloat16Matrix(Matrix):
     def __init__(self, weight: Tensor) -> None:
         super().__init__(None)
-        self.transposed = weight.bfloat16().contiguous().t()
+        self.stored = weight.bfloat16().contiguous()
+        self.transposed = self.stored.t()
 
     def product(self, x: Tensor) -> Tensor:
         return torch.mm(x.bfloat16(), self.transposed).float()

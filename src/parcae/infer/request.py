@@ -35,6 +35,8 @@ class DepthPlan:
     """Tokens drafted before they are verified."""
 
     def __post_init__(self) -> None:
+        some = not isinstance(self.loops, int) or self.loops >= 1
+        require(some, "loops", f"{self.loops} is not positive", "Use at least 1.")
         loops = check_depth(self.loops)
         remedy = f"Use 1 to {LARGEST_DEPTH}."
         require(loops <= LARGEST_DEPTH, "loops", f"{loops} is absurd", remedy)

@@ -24,7 +24,9 @@ class TextStream:
         """A stop string has appeared; everything from its first letter on is dropped."""
 
     def push(self, token: int) -> str:
-        return self._release(self._decoder.decode(self._bytes[token]))
+        # A model's vocabulary may have room that its tokenizer does not use.
+        spelled = self._bytes[token] if token < len(self._bytes) else b""
+        return self._release(self._decoder.decode(spelled))
 
     def finish(self) -> str:
         text = self._release(self._decoder.decode(b"", final=True))

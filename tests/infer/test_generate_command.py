@@ -1,0 +1,366 @@
+"""`parcae generate`: the texts are those of the plain sampler, whoever asks and however."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+
+import pytest
+import torch
+
+from conftest import randomised, tiny
+from parcae import console
+from parcae.cli import main
+from parcae.commands import conversation, telling
+from parcae.config import LoopConfig
+from parcae.data.tokenizer import train as train_tokenizer
+from parcae.infer.checkpoint import find_model, find_tokenizer, open_checkpoint
+from parcae.infer.meter import Meter
+from parcae.infer.network import Network
+from parcae.infer.plain import generate
+from parcae.infer.request import Piece
+from parcae.infer.text import TextStream
+from parcae.model.store import header, save
+from parcae.train.checkpoint import Checkpoints, Snapshot
+from parcae.train.distributed import Processes
+
+TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
+TOKENIZER = train_tokenizer([TEXT], 280)
+CONFIG = tiny(vocab_size=TOKENIZER.vocab_size + 5, context_length=64)
+PROMPT = "def other("
+IDS = [TOKENIZER.bos, *TOKENIZER.encode(PROMPT)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return randomised(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save(model, folder)
+    TOKENIZER.save(folder / "tokenizer.json")
+    return folder
+
+
+def spell(ids):
+    stream = TextStream(TOKENIZER)
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+def expected(model, prompt=IDS, **options):
+    options = {"new_tokens": 12, "temperature": 0.8, "stop": [TOKENIZER.bos], **options}
+    return generate(model, prompt, **options)
+
+
+def as_json(capsys, *words):
+    assert main(["generate", *map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ([], {}),
+        (["--temperature", "0", "--loops", "7"], {"temperature": 0, "depths": 7}),
+        (["--seed", "5", "--top-k", "9"], {"seed": 5, "top_k": 9}),
+        (["--top-p", "0.7", "--min-p", "0.01"], {"top_p": 0.7, "min_p": 0.01}),
+        (["--repetition-penalty", "1.4", "--draft", "2"], {"repetition_penalty": 1.4}),
+    ],
+)
+def test_the_text_is_that_of_the_plain_sampler(capsys, model, folder, flags, options):
+    assert main(["generate", str(folder), "--new-tokens", "12", *flags, PROMPT]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == PROMPT + spell(expected(model, **options)) + "\n"
+    assert "tokens/s" in captured.err
+    assert "the first after" in captured.err
+
+
+def test_json_tells_all(capsys, model, folder):
+    told = as_json(capsys, folder, PROMPT, "--new-tokens", "12", "--logprobs", "2")
+    made = expected(model)
+    assert told["tokens"] == made
+    assert told["text"] == spell(made)
+    assert told["loops"] == [4] * 12
+    assert told["finish"] == "length"
+    assert told["prompt_tokens"] == len(IDS)
+    assert told["tokens_per_second"] > 0 < told["seconds_to_first_token"]
+    # Prelude and coda once, two core layers at four loops; keys and values of 48 floats.
+    assert told["cache_bytes_per_token"] == (2 + 2 * 4) * 2 * 48 * 4
+    assert told["cache_bytes"] == 64 * told["cache_bytes_per_token"]
+    assert told["weight_bytes"] == Network(model).weight_bytes
+    row = torch.tensor([[*IDS, *made]])
+    chances = model(row, depths=4, state="zero").logits[0].log_softmax(-1)
+    for place, one in enumerate(told["logprobs"]):
+        here = chances[len(IDS) - 1 + place]
+        assert one["token"] == made[place]
+        assert one["logprob"] == pytest.approx(here[made[place]].item(), abs=1e-4)
+        assert [best["token"] for best in one["alternatives"]] == here.topk(2).indices.tolist()
+
+
+def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
+    words = [folder, PROMPT, "--new-tokens", "20", "--loops", "6"]
+    early = as_json(capsys, *words, "--exit", "budget:2")
+    assert early["loops"] == [6] + [2] * 19  # the first comes from the prompt, read in full
+    assert early["mean_loops"] == pytest.approx(44 / 20)
+    drafted = as_json(capsys, *words, "--draft", "5")
+    assert 0 < drafted["accepted"] <= drafted["drafted"]
+    shared = as_json(capsys, *words, "--cache", "shared")
+    assert shared["cache_bytes_per_token"] == (2 + 2) * 2 * 48 * 4
+    small = as_json(capsys, *words, "--weights", "int8", "--start", "previous")
+    assert small["weight_bytes"] < shared["weight_bytes"]
+    assert main(["generate", *map(str, words), "--exit", "budget:2"]) == 0
+    said = capsys.readouterr().err
+    assert "2.20 of 6 loops per token\n█" + "▃" * 19 in said
+
+
+def test_a_stop_string_ends_the_text(capsys, model, folder):
+    whole = spell(expected(model, new_tokens=30))
+    stop = whole[8:10]
+    told = as_json(capsys, folder, PROMPT, "--new-tokens", "30", "--stop", "never", "--stop", stop)
+    assert told["text"] == whole[: whole.index(stop)]
+    assert told["finish"] == "stop"
+
+
+def test_prompts_from_files_and_pipes(capsys, monkeypatch, folder, tmp_path):
+    words = [folder, "--new-tokens", "6"]
+    plain = as_json(capsys, *words, PROMPT)
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    assert as_json(capsys, *words, f"@{tmp_path / 'prompt.txt'}")["tokens"] == plain["tokens"]
+    for more in (["-"], []):
+        monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT + "\n"))
+        assert as_json(capsys, *words, *more)["tokens"] == plain["tokens"]
+    assert as_json(capsys, *words, "")["prompt_tokens"] == 1  # BOS
+
+
+def test_a_run_gives_its_newest_checkpoint_or_its_best(tmp_path, model):
+    run = tmp_path / "run"
+    run.mkdir()
+    TOKENIZER.save(run / "tokenizer.json")
+    kept = Checkpoints(run, Processes(torch.device("cpu")), keep_last=3, keep_best=True)
+    for step, loss in ((9, 3.0), (100, 1.0), (1000, 2.0)):
+        state = {"validation_loss": loss}
+        weights = dict(model.state_dict())
+        kept.save(Snapshot(step, weights, {"x": torch.zeros(1)}, header(CONFIG), state))
+    kept.wait()
+    kept.close()
+    (run / "checkpoints" / ".step-00002000").mkdir()
+    newest = run / "checkpoints" / "step-00001000"
+    assert find_model(run) == find_model(run / "checkpoints") == find_model(newest) == newest
+    assert find_model(run, best=True).name == "step-00000100"
+    (newest / "tokenizer.json").unlink()
+    assert find_tokenizer(newest) == run
+    opened = open_checkpoint(run)
+    assert torch.equal(opened.model.embed.weight, model.embed.weight)
+    assert opened.tokenizer.sha256 == TOKENIZER.sha256
+
+
+def one_line_error(capsys, *words):
+    assert main(["generate", *map(str, words)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("parcae: ")
+    assert said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--loops", "0"], "loops: 0 is not positive"),
+        (["--exit", "kl"], "'kl' is not a rule"),
+        (["--exit", "warmth:1"], "Use one of kl"),
+        (["--cache", "some"], "not a policy"),
+        (["--draft", "4"], "4 loops cannot draft for 4"),
+        (["--draft", "2", "--exit", "kl:1"], "speculation goes with plain loops only"),
+        (["--draft", "2", "--cache", "shared"], "draft_loops: a cache that shares slots"),
+        (["--start", "end"], "start: 'end' is not an option"),
+        (["--tokenizer", "/nowhere.json"], "no such tokenizer"),
+        (["--lops", "3"], "--lops: no such option"),
+        (["another"], "another: one prompt too many"),
+    ],
+)
+def test_mistakes(capsys, folder, words, message):
+    assert message in one_line_error(capsys, folder, PROMPT, *words)
+
+
+def test_mistakes_of_folders_and_prompts(capsys, monkeypatch, folder, model, tmp_path):
+    assert "no such folder" in one_line_error(capsys, tmp_path / "none", PROMPT)
+    assert "neither a model" in one_line_error(capsys, tmp_path, PROMPT)
+    (tmp_path / "recipe.toml").touch()
+    assert "no checkpoint yet" in one_line_error(capsys, tmp_path, PROMPT)
+    assert "no such file" in one_line_error(capsys, folder, "@nowhere.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "not UTF-8" in one_line_error(capsys, folder, f"@{tmp_path / 'latin.txt'}")
+    assert "context holds 64" in one_line_error(capsys, folder, PROMPT * 40)
+    save(model, tmp_path / "bare")
+    assert "Name one by --tokenizer" in one_line_error(capsys, tmp_path / "bare", PROMPT)
+    save(randomised(tiny(vocab_size=100)), tmp_path / "small")
+    TOKENIZER.save(tmp_path / "small" / "tokenizer.json")
+    assert "the model in" in one_line_error(capsys, tmp_path / "small", PROMPT)
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    assert "--json: there is no prompt" in one_line_error(capsys, folder, "--json")
+
+
+def test_a_broken_model_is_told_in_a_line(capsys, tmp_path):
+    broken = randomised(CONFIG)
+    with torch.no_grad():
+        broken.embed.weight.fill_(torch.nan)
+    save(broken, tmp_path)
+    TOKENIZER.save(tmp_path / "tokenizer.json")
+    assert main(["generate", str(tmp_path), PROMPT]) == 2
+    assert "has diverged" in capsys.readouterr().err
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def typed(monkeypatch, folder, *lines):
+    """A conversation in which these lines are typed, then Ctrl-D."""
+    left = iter(lines)
+
+    def read(_prompt=""):
+        for line in left:
+            if line is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("builtins.input", read)
+    assert main(["generate", str(folder), "--new-tokens", "6"]) == 0
+
+
+def test_a_conversation(capsys, monkeypatch, folder, model):
+    typed(monkeypatch, folder, PROMPT, "/more", KeyboardInterrupt, "/loops 2", PROMPT)
+    captured = capsys.readouterr()
+    made = expected(model, new_tokens=6)
+    more = expected(model, [*IDS, *made], new_tokens=6)
+    shallow = expected(model, new_tokens=6, depths=2)
+    texts = [PROMPT + spell(made), spell(more), PROMPT + spell(shallow), ""]
+    assert captured.out == "\n".join(texts)
+    assert f"{len(IDS) + 5} of the prompt known from before" in captured.err
+    assert "2 loops for every token" in captured.err
+
+
+def test_an_empty_line_ends_a_conversation(capsys, monkeypatch, folder):
+    typed(monkeypatch, folder, "a\\", "b", "", PROMPT)
+    assert capsys.readouterr().out.startswith("a\nb")
+
+
+def test_settings_that_cannot_be_are_refused_and_left(capsys, monkeypatch, folder, model):
+    wrong = ["/loops 0", "/exit kl", "/top-k many", "/nothing 3", "/more"]
+    typed(monkeypatch, folder, "/temperature 0", *wrong, "/exit", "/help", PROMPT)
+    captured = capsys.readouterr()
+    made = expected(model, new_tokens=6, temperature=0)
+    assert captured.out == PROMPT + spell(made) + "\n"
+    for words in (
+        "0 is not positive",
+        "is not a rule",
+        "'many' is not a number",
+        "no such setting",
+    ):
+        assert words in captured.err
+    assert "there is no text yet" in captured.err
+    assert "/repetition-penalty" in captured.err
+
+
+def test_settings_are_taken_back(capsys, monkeypatch, folder, model):
+    typed(monkeypatch, folder, "/temperature 0", "/temperature none", "/stop x\\n", "/stop", PROMPT)
+    captured = capsys.readouterr()
+    assert captured.out == PROMPT + spell(expected(model, new_tokens=6)) + "\n"
+    assert r"'x\n'" in captured.err
+
+
+def test_an_interrupt_stops_the_text_only(capsys, monkeypatch, folder, model):
+    def write(text, *around):
+        telling.write_text(text, *around)
+        written.append(text)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    written = []
+    monkeypatch.setattr(conversation, "write_text", write)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        typed(monkeypatch, folder, PROMPT, "/more")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    captured = capsys.readouterr()
+    made = expected(model, new_tokens=9)
+    assert captured.out == f"{PROMPT}{spell(made[:3])}\n{spell(made[3:])}\n"
+    assert "3 tokens" in captured.err
+    assert "interrupted" in captured.err
+
+
+def test_a_terminal_is_not_given_control_characters(capsys, monkeypatch):
+    telling.write_text("a\x1b[31m\tb\n")
+    monkeypatch.setattr(console, "out", console.WideConsole(force_terminal=True))
+    telling.write_text("a\x1b[31m\tb\x9b\n")
+    assert capsys.readouterr().out == "a\x1b[31m\tb\na␛[31m\tb�\n"
+
+
+def test_a_meter_counts_from_the_first_token():
+    times = iter([10.0, 12.0, 13.0, 14.0])
+    meter = Meter(lambda: next(times))
+    pieces = [Piece(7, "a", 3), Piece(8, "b", 5), Piece(None, "", 5)]
+    assert [piece.text for piece in meter.watch(pieces)] == ["a", "b", ""]
+    assert (meter.first, meter.rate, meter.mean_loops) == (2.0, 1.0, 4.0)
+    assert (meter.tokens, meter.loops) == ([7, 8], [3, 5])
+    assert Meter().rate is None
+    assert Meter().mean_loops is None
+
+
+def test_sparklines():
+    assert console.sparkline(range(1, 9), 8) == ("▁▂▃▄▅▆▇█", 1)
+    assert console.sparkline([1, 2, 3], 3) == ("▃▆█", 1)
+    assert console.sparkline([1, 16], 16) == ("▁█", 1)
+    assert console.sparkline([], 8) == ("", 1)
+    assert console.sparkline([8, 8, 1, 1, 4], 8, most=3) == ("█▁▄", 2)
+
+
+def test_sizes():
+    assert [console.size(n) for n in (5, 2048, 3 << 20)] == ["5 B", "2 KiB", "3 MiB"]
+
+
+def test_ids_beyond_the_tokenizer_spell_nothing():
+    stream = TextStream(TOKENIZER)
+    pushed = [stream.push(n) for n in (*TOKENIZER.encode("de"), TOKENIZER.vocab_size)]
+    assert "".join(pushed) == "de"
+    assert pushed[-1] == ""
+
+
+def held_tensors(thing, seen):
+    """Every tensor that can be reached from a network, by the memory it stands in."""
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    if isinstance(thing, torch.Tensor):
+        return
+    parts = []
+    if isinstance(thing, (list, tuple, set)):
+        parts = list(thing)
+    elif isinstance(thing, dict):
+        parts = list(thing.values())
+    elif getattr(thing, "__closure__", None):
+        parts = [cell.cell_contents for cell in thing.__closure__]
+    elif type(thing).__module__.startswith("parcae.infer"):
+        parts = list(vars(thing).values())
+    for part in parts:
+        held_tensors(part, seen)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weight_bytes_are_those_of_the_tensors_held(weights, tied):
+    config = tiny(tied_embeddings=tied, loop=LoopConfig(mean_loops=2))
+    network = Network(randomised(config), weights)
+    seen = {}
+    held_tensors(network, seen)
+    tensors = {t.data_ptr(): t for t in seen.values() if isinstance(t, torch.Tensor)}
+    matrices = sum(t.nbytes for t in tensors.values() if t.ndim == 2)
+    scales = sum(t.nbytes for t in tensors.values() if t.ndim == 1 and t.dtype == torch.bfloat16)
+    assert network.weight_bytes == matrices + scales
