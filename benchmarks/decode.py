@@ -18,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -113,17 +114,21 @@ class Transformers:
         start = time.perf_counter()
         mask = torch.ones_like(self.prompt)
         self.model.generate(
-            self.prompt, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens,
+            self.prompt,
+            attention_mask=mask,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
             do_sample=False,
         )
         return time.perf_counter() - start
 
 
-def seconds(function: Callable[[], None], repetitions: int) -> float:
+def seconds(function: Callable[[], None], repetitions: int, sequences: int) -> float:
+    """Of one token."""
     start = time.perf_counter()
     for _ in range(repetitions):
         function()
-    return (time.perf_counter() - start) / repetitions
+    return (time.perf_counter() - start) / repetitions / sequences
 
 
 def filled(model):
@@ -141,15 +146,18 @@ def measure(loops: int, context: int, rounds: int) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = filled(parcae.create("parcae-140m"))
     config = model.config
-    candidates: dict[str, Callable[[], float]] = {
-        "products alone": lambda f=products(model, loops): seconds(f, 4),
-        "ours": lambda f=Ours(model, loops, context): seconds(f, 4),
-        "ours, PyTorch only": lambda f=Ours(model, loops, context, layers="torch"): seconds(f, 4),
-        "ours, int8": lambda f=Ours(model, loops, context, weights="int8"): seconds(f, 4),
-        "plain": lambda f=plain(model, loops, context): seconds(f, 1),
+    steps = {
+        # name: (what gives every sequence one more token, how often a round, sequences)
+        "products alone": (products(model, loops), 4, 1),
+        "ours": (Ours(model, loops, context), 4, 1),
+        "ours, PyTorch only": (Ours(model, loops, context, layers="torch"), 4, 1),
+        "ours, int8": (Ours(model, loops, context, weights="int8"), 4, 1),
+        f"ours, {BATCH} sequences": (Ours(model, loops, context, rows=BATCH), 2, BATCH),
+        "plain": (plain(model, loops, context), 1, 1),
     }
-    many = Ours(model, loops, context, rows=BATCH)
-    candidates[f"ours, {BATCH} sequences"] = lambda: seconds(many, 2) / BATCH
+    candidates: dict[str, Callable[[], float]] = {
+        name: partial(seconds, *step) for name, step in steps.items()
+    }
     try:
         candidates["transformers"] = Transformers(config, loops, context).seconds
     except ImportError:

@@ -52,7 +52,33 @@ def deepen(
     if not watched and extrapolation == "none" and len(set(limits)) == 1:
         h = network.loop(h, given, work, cache, range(1, limits[0] + 1))
         return Reached(network.read(h, given, work, cache), h, list(limits))
+    if extrapolation == "none" and not any(rule is not None and rule.reads for rule in rules):
+        reached = _deepen_in_one_call(network, cache, given, work, h, limits, rules)
+        if reached is not None:
+            return reached
     return _Descent(network, cache, given, work, limits, rules, extrapolation).run(h)
+
+
+def _deepen_in_one_call(
+    network: Network,
+    cache: Cache,
+    given: Given,
+    work: Work,
+    h: Tensor,
+    limits: Sequence[int],
+    rules: Sequence[ExitRule | None],
+) -> Reached | None:
+    """Where the C++ layers can tell by themselves when a token stops."""
+    shorter = [rule.most_loops(t) if rule else t for rule, t in zip(rules, limits, strict=True)]
+    thresholds = [rule.least_change if rule else 0.0 for rule in rules]
+    ended = network.loop_each(h, given, work, cache, shorter, thresholds)
+    if ended is None:
+        return None
+    state, loops = ended
+    for part, ran, limit in zip(work.parts, loops, limits, strict=True):
+        if ran < limit and part.count == 1:
+            cache.settle(part.row, part.first, ran, limit)
+    return Reached(network.read(state, given, work, cache), state, loops)
 
 
 class _Descent:

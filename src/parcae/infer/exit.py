@@ -65,6 +65,14 @@ class ExitRule:
         """Whether it looks at predictions, not only at states."""
         return self.kind in ("kl", "entropy")
 
+    def most_loops(self, limit: int) -> int:
+        return min(limit, int(self.threshold)) if self.kind == "budget" else limit
+
+    @property
+    def least_change(self) -> float:
+        """The share of its length by which a loop must move a state; 0 where that is no matter."""
+        return self.threshold if self.kind == "state" else 0.0
+
     def __str__(self) -> str:
         return f"{self.kind}:{self.threshold:g}"
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from parcae.config import ModelConfig
 from parcae.infer.cache import Cache, Layout, Policy
 from parcae.infer.layers import Layer, Prepare, ScaledNorm, Stack, phase_table
-from parcae.infer.native.kernels import Kernels, MixFields
+from parcae.infer.native.kernels import DepthFields, Kernels, MixFields
 from parcae.infer.native.stack import NativeStack
 from parcae.infer.quantise import Matrix, Weights, matrix
 from parcae.infer.work import Work
@@ -125,6 +125,31 @@ class Loop:
             h = self.stack(x, phases, values, cache.core_layers(loop), work)
         return h
 
+    def run_each(
+        self,
+        h: Tensor,
+        given: Given,
+        work: Work,
+        cache: Cache,
+        limits: Sequence[int],
+        thresholds: Sequence[float],
+    ) -> tuple[Tensor, list[int]] | None:
+        """Every part to its limit, or until a loop moves its state by less than its threshold,
+        where that is not 0. None where only PyTorch can run this pass."""
+        if not (isinstance(self.stack, NativeStack) and self.stack.takes(work)):
+            return None
+        counts = torch.tensor([part.count for part in work.parts])
+        most = torch.tensor(limits).repeat_interleave(counts)
+        least = torch.tensor(thresholds, dtype=torch.float32).repeat_interleave(counts)
+        done, index = torch.empty_like(most), torch.empty_like(most)
+        depth = DepthFields(*(x.data_ptr() for x in (most, least, done, index)))
+        loops = range(1, max(limits) + 1)
+        kept = [part for loop in loops for part in cache.core_layers(loop)]
+        phases, values, drive = given.core_phases, given.core_values, given.drive.contiguous()
+        mix = self._mix
+        h = self.stack.run(h, phases, values, kept, work, mix, drive, len(loops), depth)
+        return h, done[work.last_tokens].tolist()
+
     def _mixed(self, h: Tensor, drive: Tensor) -> Tensor:
         if isinstance(self.transition, Matrix):
             return self.transition.add_to(drive, h)
@@ -221,6 +246,20 @@ class Network:
         if self.loop_body is None:
             return given.drive
         return self.loop_body.run(h, given, work, cache, loops)
+
+    def loop_each(
+        self,
+        h: Tensor,
+        given: Given,
+        work: Work,
+        cache: Cache,
+        limits: Sequence[int],
+        thresholds: Sequence[float],
+    ) -> tuple[Tensor, list[int]] | None:
+        """See `Loop.run_each`."""
+        if self.loop_body is None:
+            return None
+        return self.loop_body.run_each(h, given, work, cache, limits, thresholds)
 
     def read(self, h: Tensor, given: Given, work: Work, cache: Cache) -> Tensor:
         """What the head reads: normed, [N, d_e]."""

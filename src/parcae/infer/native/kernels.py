@@ -54,6 +54,15 @@ class MixFields(ctypes.Structure):
     _fields_ = (("decay", c_void_p), ("transition", MatrixFields))
 
 
+class DepthFields(ctypes.Structure):
+    _fields_ = (
+        ("limits", c_void_p),
+        ("thresholds", c_void_p),
+        ("done", c_void_p),
+        ("index", c_void_p),
+    )
+
+
 class Kernels:
     """The library's functions, typed. Making one builds the library, or says why it cannot."""
 
@@ -65,6 +74,7 @@ class Kernels:
             c_int64,
             POINTER(PassFields),
             POINTER(MixFields),
+            POINTER(DepthFields),
             c_void_p,
             c_int64,
             c_void_p,
@@ -120,13 +130,16 @@ class Kernels:
         mix: MixFields | None = None,
         drive: Tensor | None = None,
         loops: int = 1,
+        depth: DepthFields | None = None,
     ) -> None:
-        """x in place, once, or `loops` times with the drive mixed in before each."""
+        """x in place, once, or `loops` times with the drive mixed in before each, unless `depth`
+        lets a token stop."""
         self._layers(
             layers,
             count,
             byref(tokens),
             None if mix is None else byref(mix),
+            None if depth is None else byref(depth),
             None if drive is None else drive.data_ptr(),
             loops,
             x.data_ptr(),

@@ -73,6 +73,13 @@ struct Pass {  // the tokens of a pass and where they belong
     int64_t row_stride;            // in a layer's cache [row, position, 2, kv_heads, head_dim]
 };
 
+struct Depth {  // when the tokens stop looping
+    const int64_t* limits;    // after so many loops
+    const float* thresholds;  // also where a loop moves its state by less than this share; 0: never
+    int64_t* done;            // how often each looped
+    int64_t* index;           // room for `tokens` numbers
+};
+
 struct Mix {  // A_bar: a diagonal, a matrix, or, where both are null, 1
     const float* decay;
     Matrix transition;
@@ -172,19 +179,27 @@ void scaled_copy(const float* x, float factor, int64_t n, float* out) {
     for (int64_t i = 0; i < n; i++) out[i] = x[i] * factor;
 }
 
+// Tokens that still loop. What is kept from loop to loop lies by their place in the pass; what a
+// layer needs in between is packed, as if the others did not exist.
+struct Active {
+    int64_t count;
+    const int64_t* index;  // null: all of them
+    int64_t place(int64_t t) const { return index ? index[t] : t; }
+};
+
 // x / sqrt(|x|^2 + floor) for every token; the threads take turns.
-void unit_norm(const Team& team, const float* x, int64_t width, float floor, int64_t tokens,
+void unit_norm(const Team& team, const float* x, int64_t width, float floor, const Active& active,
                float* out) {
-    for (int64_t t = team.rank; t < tokens; t += team.size) {
-        const float* from = x + t * width;
+    for (int64_t t = team.rank; t < active.count; t += team.size) {
+        const float* from = x + active.place(t) * width;
         scaled_copy(from, 1 / std::sqrt(dot(from, from, width) + floor), width, out + t * width);
     }
 }
 
 void norm_in_place(const Team& team, float* x, int64_t width, float floor, const float* scale,
-                   int64_t tokens) {
-    for (int64_t t = team.rank; t < tokens; t += team.size) {
-        float* row = x + t * width;
+                   const Active& active) {
+    for (int64_t t = team.rank; t < active.count; t += team.size) {
+        float* row = x + active.place(t) * width;
         float factor = 1 / std::sqrt(dot(row, row, width) + floor);
         for (int64_t i = 0; i < width; i++) row[i] *= factor * scale[i];
     }
@@ -220,48 +235,48 @@ void attend(const float* q, const float* keys, const float* values, int64_t stri
 }
 
 struct Scratch {
-    float *normed, *made, *mixed, *hidden, *scores;
+    float *normed, *made, *mixed, *hidden, *before, *scores;
 };
 
-void one_layer(const Team& team, const Layer& layer, const Pass& pass, float* x, float* kept,
-               const float* value, const Scratch& scratch) {
-    const int64_t N = pass.tokens, H = layer.heads, K = layer.kv_heads, E = layer.head_dim;
+void one_layer(const Team& team, const Layer& layer, const Pass& pass, const Active& active,
+               float* x, float* kept, const float* value, const Scratch& scratch) {
+    const int64_t N = active.count, H = layer.heads, K = layer.kv_heads, E = layer.head_dim;
     const int64_t width = layer.inner.in, made = layer.inner.out, hidden = layer.proj.in;
     const int64_t stride = 2 * K * E;
-    unit_norm(team, x, width, layer.norm_floor, N, scratch.normed);
+    unit_norm(team, x, width, layer.norm_floor, active, scratch.normed);
     team.meet();
     multiply(team, layer.inner, scratch.normed, width, N,
              [&](int64_t t, int64_t o, float y) { scratch.made[t * made + o] = y; });
     team.meet();
     for (int64_t job = team.rank; job < N * (H + K); job += team.size) {
-        int64_t t = job / (H + K), h = job % (H + K);
+        int64_t t = job / (H + K), h = job % (H + K), at = active.place(t);
         float* head = scratch.made + t * made + h * E;
-        turn(head, pass.phases + t * E, E, layer.qk_floor);
+        turn(head, pass.phases + at * E, E, layer.qk_floor);
         if (h < H) continue;
         int64_t kv = h - H;
-        float* cell = kept + pass.rows[t] * pass.row_stride + pass.positions[t] * stride + kv * E;
+        float* cell = kept + pass.rows[at] * pass.row_stride + pass.positions[at] * stride + kv * E;
         std::memcpy(cell, head, E * sizeof(float));
         const float* v = scratch.made + t * made + (H + K + kv) * E;
         float gate = value ? 2 / (1 + std::exp(-scratch.made[t * made + (H + 2 * K) * E + kv])) : 0;
-        const float* extra = value + t * K * E + kv * E;
+        const float* extra = value + at * K * E + kv * E;
         for (int64_t i = 0; i < E; i++) cell[K * E + i] = value ? v[i] + gate * extra[i] : v[i];
     }
     team.meet();
     for (int64_t job = team.rank; job < N * H; job += team.size) {
-        int64_t t = job / H, h = job % H;
-        const float* row = kept + pass.rows[t] * pass.row_stride + h / (H / K) * E;
-        attend(scratch.made + t * made + h * E, row, row + K * E, stride, pass.positions[t] + 1, E,
+        int64_t t = job / H, h = job % H, at = active.place(t);
+        const float* row = kept + pass.rows[at] * pass.row_stride + h / (H / K) * E;
+        attend(scratch.made + t * made + h * E, row, row + K * E, stride, pass.positions[at] + 1, E,
                layer.score_scale, scratch.scores, scratch.mixed + t * H * E + h * E);
     }
     team.meet();
     multiply(team, layer.outer, scratch.mixed, width, N,
-             [&](int64_t t, int64_t o, float y) { x[t * width + o] += y; });
+             [&](int64_t t, int64_t o, float y) { x[active.place(t) * width + o] += y; });
     team.meet();
     if (layer.after_attention) {
-        norm_in_place(team, x, width, layer.norm_floor, layer.after_attention, N);
+        norm_in_place(team, x, width, layer.norm_floor, layer.after_attention, active);
         team.meet();
     }
-    unit_norm(team, x, width, layer.norm_floor, N, scratch.normed);
+    unit_norm(team, x, width, layer.norm_floor, active, scratch.normed);
     team.meet();
     if (!layer.gated_mlp) {
         multiply(team, layer.fc, scratch.normed, width, N, [&](int64_t t, int64_t o, float y) {
@@ -282,30 +297,57 @@ void one_layer(const Team& team, const Layer& layer, const Pass& pass, float* x,
     }
     team.meet();
     multiply(team, layer.proj, scratch.hidden, hidden, N,
-             [&](int64_t t, int64_t o, float y) { x[t * width + o] += y; });
+             [&](int64_t t, int64_t o, float y) { x[active.place(t) * width + o] += y; });
     team.meet();
     if (layer.after_mlp) {
-        norm_in_place(team, x, width, layer.norm_floor, layer.after_mlp, N);
+        norm_in_place(team, x, width, layer.norm_floor, layer.after_mlp, active);
         team.meet();
     }
 }
 
-// h = A_bar h + drive.
-void mix_in(const Team& team, const Mix& mix, const float* drive, int64_t width, int64_t tokens,
-            float* h, float* other) {
+// h = A_bar h + drive for the tokens that still loop; `before` keeps what h was.
+void mix_in(const Team& team, const Mix& mix, const float* drive, int64_t width,
+            const Active& active, float* h, float* before, float* packed) {
     int64_t begin, end;
-    if (mix.transition.data) {
-        multiply(team, mix.transition, h, width, tokens, [&](int64_t t, int64_t o, float y) {
-            other[t * width + o] = y + drive[t * width + o];
-        });
-        team.meet();
-    }
-    team.share(tokens * width, LANES, begin, end);
-    for (int64_t i = begin; i < end; i++) {
-        float kept = mix.decay ? mix.decay[i % width] * h[i] : h[i];
-        h[i] = mix.transition.data ? other[i] : kept + drive[i];
+    team.share(active.count, 1, begin, end);
+    for (int64_t t = begin; t < end; t++) {
+        int64_t at = active.place(t) * width;
+        if (before) std::memcpy(before + at, h + at, width * sizeof(float));
+        if (mix.transition.data) {
+            std::memcpy(packed + t * width, h + at, width * sizeof(float));
+            continue;
+        }
+        for (int64_t i = 0; i < width; i++)
+            h[at + i] = (mix.decay ? mix.decay[i] * h[at + i] : h[at + i]) + drive[at + i];
     }
     team.meet();
+    if (!mix.transition.data) return;
+    multiply(team, mix.transition, packed, width, active.count,
+             [&](int64_t t, int64_t o, float y) {
+                 int64_t at = active.place(t) * width + o;
+                 h[at] = y + drive[at];
+             });
+    team.meet();
+}
+
+// Which tokens loop on after `loop` loops; the others' count is noted.
+int64_t still_looping(const Depth& depth, int64_t loop, int64_t count, int64_t width,
+                      const float* h, float* before) {
+    int64_t left = 0;
+    for (int64_t t = 0; t < count; t++) {
+        int64_t token = depth.index[t];
+        const float* now = h + token * width;
+        float* then = before + token * width;
+        bool stops = loop >= depth.limits[token];
+        if (!stops && depth.thresholds[token] > 0) {
+            for (int64_t i = 0; i < width; i++) then[i] -= now[i];
+            float share = depth.thresholds[token];
+            stops = dot(then, then, width) < share * share * dot(now, now, width);
+        }
+        if (stops) depth.done[token] = loop;
+        else depth.index[left++] = token;
+    }
+    return left;
 }
 
 struct Room {  // the largest of what the layers need for a token
@@ -317,14 +359,15 @@ struct Room {  // the largest of what the layers need for a token
             made = std::max({made, layers[i].inner.out, 2 * layers[i].proj.in});
         }
     }
-    int64_t floats(int64_t tokens) const { return tokens * (2 * width + made + hidden); }
+    int64_t floats(int64_t tokens) const { return tokens * (3 * width + made + hidden); }
     Scratch cut(float* p, int64_t tokens, int64_t context, int rank) const {
         Scratch part;
         part.normed = p;
         part.made = part.normed + tokens * width;
         part.mixed = part.made + tokens * made;
         part.hidden = part.mixed + tokens * width;
-        part.scores = part.hidden + tokens * hidden + rank * context;
+        part.before = part.hidden + tokens * hidden;
+        part.scores = part.before + tokens * width + rank * context;
         return part;
     }
 };
@@ -350,20 +393,33 @@ int64_t parcae_scratch(const Layer* layers, int64_t count, int64_t tokens, int64
     return Room(layers, count).floats(tokens) + threads * context;
 }
 
-// x [tokens, width] in place through `count` layers, `loops` times; before each time it is mixed with
-// `drive`, unless `mix` is null. kept[loop * count + i] is layer i's cache in that loop, values[i] its
-// value embeddings [tokens, kv_heads * head_dim], or null.
+// x [tokens, width] in place through `count` layers, at most `loops` times; before each time it is
+// mixed with `drive`, unless `mix` is null. With `depth` every token stops when it should.
+// kept[loop * count + i] is layer i's cache in that loop, values[i] its value embeddings
+// [tokens, kv_heads * head_dim], or null.
 void parcae_layers(const Layer* layers, int64_t count, const Pass* pass, const Mix* mix,
-                   const float* drive, int64_t loops, float* x, float* const* kept,
-                   const float* const* values, float* scratch, int64_t context,
-                   int64_t threads) {
+                   const Depth* depth, const float* drive, int64_t loops, float* x,
+                   float* const* kept, const float* const* values, float* scratch,
+                   int64_t context, int64_t threads) {
     const Room room(layers, count);
+    const int64_t width = layers[0].inner.in;
+    int64_t looping = pass->tokens;
+    for (int64_t t = 0; depth && t < looping; t++) depth->index[t] = t;
     together(threads, [&](Team team) {
         const Scratch mine = room.cut(scratch, pass->tokens, context, team.rank);
         for (int64_t loop = 0; loop < loops; loop++) {
-            if (mix) mix_in(team, *mix, drive, layers[0].inner.in, pass->tokens, x, mine.normed);
+            const Active active{looping, depth ? depth->index : nullptr};
+            if (!active.count) break;
+            if (mix)
+                mix_in(team, *mix, drive, width, active, x, depth ? mine.before : nullptr,
+                       mine.normed);
             for (int64_t i = 0; i < count; i++)
-                one_layer(team, layers[i], *pass, x, kept[loop * count + i], values[i], mine);
+                one_layer(team, layers[i], *pass, active, x, kept[loop * count + i], values[i],
+                          mine);
+            if (!depth) continue;
+            if (team.rank == 0)
+                looping = still_looping(*depth, loop + 1, active.count, width, x, mine.before);
+            team.meet();
         }
     });
 }

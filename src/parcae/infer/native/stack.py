@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from parcae.infer.layers import Layer, Stack
-from parcae.infer.native.kernels import MOST_TOKENS, Kernels, LayerFields, MixFields, PassFields
+from parcae.infer.native.kernels import (
+    MOST_TOKENS,
+    DepthFields,
+    Kernels,
+    LayerFields,
+    MixFields,
+    PassFields,
+)
 from parcae.infer.work import Work
 
 
@@ -46,6 +53,7 @@ class NativeStack(Stack):
         mix: MixFields | None = None,
         drive: Tensor | None = None,
         loops: int = 1,
+        depth: DepthFields | None = None,
     ) -> Tensor:
         """Through the layers; with `mix`, `loops` times, `kept` having parts for each time."""
         count = len(self.layers)
@@ -69,6 +77,7 @@ class NativeStack(Stack):
             mix,
             drive,
             loops,
+            depth,
         )
         return x
 

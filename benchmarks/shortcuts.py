@@ -1,0 +1,253 @@
+"""What every shortcut of decoding costs in loss and saves in loops, bytes and time.
+
+    parcae train recipes/python.toml --out runs/python
+    python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
+
+Held-out rows are decoded token by token with the true text forced (parcae.evaluate.decoding), so
+losses are exact and comparable; times are of one sequence at a time, the candidates taking turns.
+Speculation writes text of its own, after beginnings of held-out rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parcae import console, draw
+from parcae.cpu import keep_freed_memory
+from parcae.evaluate.decoding import Decoded, decode_forced
+from parcae.infer.checkpoint import open_checkpoint
+from parcae.infer.engine import Engine, kernels
+from parcae.infer.exit import ExitRule
+from parcae.infer.network import Network
+from parcae.infer.request import DepthPlan
+from parcae.train.corpora import open_corpora
+from parcae.train.folder import read_recipe
+
+PROMPT = 32
+RULES = {
+    "budget": (2, 3, 4, 5, 6, 7),
+    "state": (0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03),
+    "kl": (0.3, 0.1, 0.03, 0.01, 0.003, 0.001),
+    "entropy": (0.3, 0.1, 0.03, 0.01, 0.003),
+}
+POLICIES = (
+    "full",
+    "first:6",
+    "first:4",
+    "first:3",
+    "first:2",
+    "last:6",
+    "last:4",
+    "last:2",
+    "shared",
+)
+DRAFTS = ((1, 2), (1, 4), (1, 6), (2, 2), (2, 4), (2, 6), (3, 4))
+
+
+class Bench:
+    def __init__(self, run: Path, rows: int, rounds: int) -> None:
+        opened = open_checkpoint(run)
+        self.model, self.tokenizer, self.folder = opened
+        recipe = read_recipe(run)
+        batches = open_corpora(recipe, run, lambda _: None).validation(recipe, rows)
+        self.text: Tensor = next(iter(batches)).inputs
+        self.loops = self.model.config.loop.nominal_loops
+        self.rounds = rounds
+        self.network = self.network_of("float32")
+        self.full = self.forced(DepthPlan(loops=self.loops))
+
+    def network_of(self, weights) -> Network:
+        return Network(self.model, weights, kernels("auto", weights, self.model.device))
+
+    def forced(
+        self, plan: DepthPlan, policy: str = "full", network: Network | None = None
+    ) -> Decoded:
+        return decode_forced(network or self.network, self.text, plan, policy, PROMPT)
+
+    def against_full(self, measured: Decoded) -> dict[str, float]:
+        more = measured.loss / self.full.loss - 1
+        return {"loss": measured.loss, "more_loss": more, "loops": measured.mean_loops}
+
+    def times(self, plans: dict[str, DepthPlan]) -> dict[str, float]:
+        """Seconds of a token in each way, one sequence at a time, as a share of full depth."""
+        every = {"": DepthPlan(loops=self.loops), **plans}
+        taken: dict[str, list[float]] = {name: [] for name in every}
+        for number in range(self.rounds):
+            row = self.text[number % len(self.text)][None, : PROMPT + 97]
+            for name, plan in every.items():
+                taken[name].append(decode_forced(self.network, row, plan, "full", PROMPT).seconds)
+        ratios = {
+            name: statistics.median(a / b for a, b in zip(taken[name], taken[""], strict=True))
+            for name in plans
+        }
+        return ratios | {"milliseconds": 1e3 * min(taken[""]) / 96}
+
+    def depth(self) -> list[dict[str, Any]]:
+        """Loss against loops: plain, and with what should need fewer of them."""
+        ways = {
+            "from zero": {},
+            "from the previous state": {"start": "previous"},
+            "aitken": {"extrapolation": "aitken"},
+            "anderson": {"extrapolation": "anderson"},
+        }
+        return [
+            {"way": name, "loops": loops, "loss": self.forced(DepthPlan(loops=loops, **way)).loss}
+            for name, way in ways.items()
+            for loops in range(1, self.loops + 1)
+        ]
+
+    def exits(self) -> list[dict[str, Any]]:
+        rules = [ExitRule(kind, x) for kind, numbers in RULES.items() for x in numbers]  # type: ignore
+        plans = {str(rule): DepthPlan(loops=self.loops, exit=rule) for rule in rules}
+        times = self.times(plans)
+        return [
+            {"rule": name, **self.against_full(self.forced(plan)), "time": times[name]}
+            for name, plan in plans.items()
+        ]
+
+    def policies(self) -> list[dict[str, Any]]:
+        from parcae.infer.cache import Policy
+
+        plan = DepthPlan(loops=self.loops)
+        found = []
+        for name in POLICIES:
+            size = self.network.layout.bytes_per_token(Policy.parse(name), self.loops)
+            measured = self.against_full(self.forced(plan, name))
+            found.append({"policy": name, "bytes_per_token": size, **measured})
+        return found
+
+    def weights(self) -> list[dict[str, Any]]:
+        plan = DepthPlan(loops=self.loops)
+        return [
+            {"weights": weights, **self.against_full(self.forced(plan, network=network))}
+            for weights in ("float32", "int8", "bfloat16")
+            for network in [self.network_of(weights)]
+        ]
+
+    def drafts(self, temperature: float) -> list[dict[str, Any]]:
+        """Time of plain decoding over that of speculation, in turns; the texts must be the same."""
+        import time
+
+        engine = Engine(self.model, reuse_prefixes=False, rows=1)
+        prompts = self.text[:, :64].tolist()
+        ways = {"": {}} | {
+            f"{d}:{k}": {"draft_loops": d, "draft_tokens": k} for d, k in DRAFTS if d < self.loops
+        }
+        taken: dict[str, list[float]] = {name: [] for name in ways}
+        drafted, accepted = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0)
+        flips = 0
+        for number in range(self.rounds):
+            texts = {}
+            for name, way in ways.items():
+                request = engine.request(
+                    prompts[number % len(prompts)],
+                    new_tokens=128,
+                    loops=self.loops,
+                    temperature=temperature,
+                    seed=number,
+                    **way,
+                )
+                start = time.perf_counter()
+                made = engine.complete([request])[0]
+                taken[name].append(time.perf_counter() - start)
+                drafted[name] += made.drafted
+                accepted[name] += made.accepted
+                texts[name] = made.tokens
+            flips += sum(text != texts[""] for text in texts.values())
+        return [
+            {
+                "draft_loops": int(name.split(":")[0]),
+                "draft_tokens": int(name.split(":")[1]),
+                "temperature": temperature,
+                "accepted": accepted[name] / drafted[name],
+                "speedup": statistics.median(
+                    a / b for a, b in zip(taken[""], taken[name], strict=True)
+                ),
+                "texts_that_differ": flips,
+            }
+            for name in ways
+            if name
+        ]
+
+
+def picture(result: dict[str, Any], path: Path) -> Path:
+    with draw.figure(1, 3, width=4.6, height=3.7) as (canvas, axes):
+        for kind in RULES:
+            points = [x for x in result["exits"] if x["rule"].startswith(kind)]
+            points.sort(key=lambda x: x["loops"])
+            label = "every token alike" if kind == "budget" else kind
+            style = "k--" if kind == "budget" else "o-"
+            xs, ys = ([100 * p["more_loss"] for p in points], [p["loops"] for p in points])
+            axes[0].plot(ys, xs, style, label=label, linewidth=1.4)
+        axes[0].axhline(0.5, color="#999999", linewidth=0.8)
+        axes[0].set(
+            title="Stopping early",
+            xlabel="loops a token, on average",
+            ylabel="more loss, %",
+            yscale="symlog",
+            ylim=(-0.5, None),
+        )
+        axes[0].set_yscale("symlog", linthresh=0.5)
+        axes[0].legend()
+        for way in dict.fromkeys(x["way"] for x in result["depth"]):
+            points = [x for x in result["depth"] if x["way"] == way]
+            axes[1].plot([p["loops"] for p in points], [p["loss"] for p in points], "o-", label=way)
+        axes[1].set(title="Fewer loops for the same answer?", xlabel="loops", ylabel="loss, nats")
+        axes[1].legend()
+        for point in result["policies"]:
+            x, y = point["bytes_per_token"] / 1024, 100 * point["more_loss"]
+            kind = point["policy"].split(":")[0]
+            color = {"full": "k", "first": draw.PALETTE[0]}.get(kind, draw.PALETTE[1])
+            axes[2].plot(x, y, "o", color=color)
+            axes[2].annotate(point["policy"], (x, y), xytext=(4, 4), textcoords="offset points")
+        axes[2].set(
+            title="Loops that share a slot", xlabel="KiB of cache a token", ylabel="more loss, %"
+        )
+        axes[2].set_yscale("symlog", linthresh=0.1)
+        return draw.save(canvas, path)
+
+
+def show(result: dict[str, Any]) -> None:
+    for title in ("depth", "exits", "policies", "weights", "drafts"):
+        rows = result[title]
+        cells = [[f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
+        console.out.print(console.table(title, list(rows[0]), cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    torch.manual_seed(0)
+    bench = Bench(arguments.run, arguments.rows, arguments.rounds)
+    result = {
+        "checkpoint": str(bench.folder),
+        "tokens": int(bench.full.nats.numel()),
+        "loss": bench.full.loss,
+        "depth": bench.depth(),
+        "exits": bench.exits(),
+        "policies": bench.policies(),
+        "weights": bench.weights(),
+        "drafts": [*bench.drafts(0.0), *bench.drafts(0.8)],
+    }
+    show(result)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    if arguments.picture:
+        picture(result, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
