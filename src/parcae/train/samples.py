@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.plain import generate
+from parcae.infer.generate import generate
 from parcae.infer.sampling import BrokenLogits
 from parcae.model.frame import LanguageModel
 from parcae.train.settings import Recipe

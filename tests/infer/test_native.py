@@ -1,0 +1,167 @@
+"""The C++ layers against PyTorch's, for every architecture, pass and weight."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import KINDS, randomised
+from parcae.config import ConfigError, LoopConfig
+from parcae.infer.cache import Policy
+from parcae.infer.deepen import deepen
+from parcae.infer.engine import Engine
+from parcae.infer.exit import ExitRule
+from parcae.infer.native import build
+from parcae.infer.native.kernels import MOST_TOKENS, Kernels
+from parcae.infer.network import Network
+from parcae.infer.quantise import matrix
+from parcae.infer.work import Part, Work
+
+try:
+    KERNELS = Kernels()
+except build.NoKernels as problem:
+    pytest.skip(f"the C++ layers cannot be built here: {problem}", allow_module_level=True)
+
+
+def run(network, parts, limits, rules, policy, loops):
+    """Two passes over one cache: what the first leaves, the second reads."""
+    cache = network.cache(Policy.parse(policy))
+    cache.reserve(4, 16, loops)
+    generator = torch.Generator().manual_seed(1)
+    reached = []
+    for first in (0, 3):
+        moved = [Part(p.row, p.first + first, p.count) for p in parts]
+        work = Work(moved, network.device)
+        ids = torch.randint(network.config.vocab_size, (work.tokens,), generator=generator)
+        cache.outer[:, :, : 3 + first].nan_to_num_(0.0) if first else cache.outer.zero_()
+        cache.core.nan_to_num_(0.0) if first else cache.core.zero_()
+        begun = network.begin(ids, work, cache)
+        h = network.initial_state(begun)
+        reached.append(deepen(network, cache, begun, work, h, limits, rules))
+    return reached, cache
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    data=st.data(),
+    policy=st.sampled_from(["full", "last:2", "first:2", "shared"]),
+    weights=st.sampled_from(["float32", "int8"]),
+)
+def test_equals_pytorch(kind, counts, data, policy, weights):
+    model = randomised(KINDS[kind])
+    parts = [Part(row, 0, count) for row, count in enumerate(counts)]
+    limits = data.draw(st.lists(st.integers(1, 5), min_size=len(parts), max_size=len(parts)))
+    rules = [None] * len(parts)
+    if all(count == 1 for count in counts):
+        choice = st.sampled_from([None, ExitRule("budget", 2), ExitRule("state", 0.3)])
+        rules = data.draw(st.lists(choice, min_size=len(parts), max_size=len(parts)))
+    results = [
+        run(Network(model, weights, kernels), parts, limits, rules, policy, 5)
+        for kernels in (KERNELS, None)
+    ]
+    (native, native_cache), (plain, plain_cache) = results
+    for ours, theirs in zip(native, plain, strict=True):
+        torch.testing.assert_close(ours.x, theirs.x, atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.state, theirs.state, atol=2e-4, rtol=1e-4)
+        assert ours.loops == theirs.loops
+    torch.testing.assert_close(native_cache.core, plain_cache.core, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(native_cache.outer, plain_cache.outer, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (33, 100), (130, 48)])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_products_of_any_shape(threads, shape, weights):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(shape, generator=generator)
+        stored = matrix(weight, weights, KERNELS)
+        for tokens in (1, 2, 3, 6, 7, 16, MOST_TOKENS):
+            x = torch.randn(tokens, shape[1], generator=generator)
+            residual = torch.randn(tokens, shape[0], generator=generator)
+            torch.testing.assert_close(stored(x), stored.product(x), atol=1e-4, rtol=1e-4)
+            added = stored.add_to(residual, x)
+            torch.testing.assert_close(added, stored.product(x) + residual, atol=1e-4, rtol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_pass_does_not_change_what_it_is_given():
+    model = randomised(KINDS["parcae"])
+    network = Network(model, "float32", KERNELS)
+    cache = network.cache(Policy.parse("full"))
+    cache.reserve(1, 4, 3)
+    work = Work([Part(0, 0, 2)], network.device)
+    begun = network.begin(torch.tensor([3, 5]), work, cache)
+    h = torch.randn_like(begun.drive)
+    kept, drive = h.clone(), begun.drive.clone()
+    network.loop(h, begun, work, cache, range(1, 4))
+    network.read(h, begun, work, cache)
+    assert torch.equal(h, kept)
+    assert torch.equal(begun.drive, drive)
+
+
+def test_a_transformer_too():
+    from conftest import tiny
+
+    config = tiny(
+        architecture="transformer",
+        injection="none",
+        readout=False,
+        prelude_norm=False,
+        loop=LoopConfig(mean_loops=1),
+    )
+    model = randomised(config)
+    texts = [
+        Engine(model, layers=layers).generate([3, 5, 8], new_tokens=6).tokens
+        for layers in ("native", "torch")
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_who_wants_none_gets_none(monkeypatch):
+    model = randomised(KINDS["parcae"])
+    assert Engine(model, layers="torch").network.kernels is None
+    assert Engine(model, layers="auto").network.kernels is not None
+    assert Engine(model, weights="bfloat16").network.kernels is None
+    with pytest.raises(ConfigError, match="float32 and int8"):
+        Engine(model, layers="native", weights="bfloat16")
+    with pytest.raises(ConfigError, match="not an option"):
+        Engine(model, layers="fast")  # pyright: ignore[reportArgumentType]
+
+
+CHILD = """
+import parcae
+from parcae.infer.engine import Engine
+model = parcae.create("parcae-1m")
+print(Engine(model).network.kernels)
+Engine(model, layers="native")
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"PARCAE_NATIVE": "0"}, "turns them off"),
+        ({"PATH": "", "CXX": ""}, "no C\\+\\+ compiler"),
+        ({"CXX": "false", "XDG_CACHE_HOME": "EMPTY"}, "failed"),
+    ],
+)
+def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(tmp_path) if value == "EMPTY" else value)
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
+    assert done.stdout.strip() == "None", done.stderr
+    assert "ConfigError" in done.stderr
+    import re
+
+    assert re.search(message, done.stderr)
