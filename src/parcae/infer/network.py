@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.config import ModelConfig
+from parcae.config import ModelConfig, require
 from parcae.infer.cache import Cache, Layout
 from parcae.infer.layers import Layer, Prepare, Product, Stack, normalise, phase_table
 from parcae.infer.quantise import PREPARATIONS, Weights
@@ -104,6 +104,9 @@ class Loop:
 class Network:
     @torch.no_grad()
     def __init__(self, model: LanguageModel, weights: Weights = "float32") -> None:
+        known = weights in PREPARATIONS
+        remedy = f"Use one of {', '.join(PREPARATIONS)}."
+        require(known, "weights", f"{weights!r} is not an option", remedy)
         prepare = PREPARATIONS[weights]
         config: ModelConfig = model.config
         self.config, self.weights = config, weights
@@ -132,7 +135,7 @@ class Network:
         else:
             raise TypeError(f"{type(model).__name__}: not a model that can be decoded here.")
         self.final_scale = final.weight.detach().float()
-        self.unembedding = model.unembedding.detach()
+        self.unembedding = model.unembedding.detach().float()
         self.head = prepare(self.unembedding)
         length = config.context_length
         table = partial(phase_table, length, theta=config.rope_theta, device=self.device)
