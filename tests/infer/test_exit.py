@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from oracles import VOCABULARY, Oracle, check_against_oracle, follow_with_oracle, model_of
+
 from parcae.config import ConfigError
 from parcae.infer import exit as exit_module
 from parcae.infer.engine import Engine

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_of, true_logits
 from torch import Tensor
 
 from conftest import randomised, tiny
-from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_of, true_logits
 from parcae.config import ConfigError
 from parcae.infer.cache import Policy
 from parcae.infer.deepen import deepen
