@@ -83,7 +83,7 @@ class Rows:
         self._order.remove(row)
         if source is not None:
             self.cache.copy_prefix(source, row, length)
-            sequence.reused = length
+            sequence.reused = sequence.computed = length
         sequence.row = row
         self._seated[row] = sequence
         self._held[row] = None
