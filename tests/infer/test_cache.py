@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from oracles import model_of
 
 from conftest import tiny
+from oracles import model_of
 from parcae.config import ConfigError
 from parcae.infer import cache as cache_module
 from parcae.infer.cache import Cache, Layout, Policy
@@ -167,7 +167,7 @@ def test_a_request_too_many_leaves_those_that_wait_alone(monkeypatch):
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 0)
     with pytest.raises(ConfigError, match="cache"):
         engine.submit(engine.request([5, 7], new_tokens=3, loops=6))
-    while not first.finish:
+    for _ in range(3):
         engine.step()
     monkeypatch.undo()
     expected = Engine(model_of("parcae")).generate([5, 6], new_tokens=3, loops=2)
