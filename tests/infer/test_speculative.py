@@ -10,7 +10,7 @@ from oracles import VOCABULARY, chances_of, flips, model_of
 from parcae.config import ConfigError
 from parcae.infer.engine import Engine
 
-PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(40)]
+PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(16)]
 
 
 @pytest.mark.parametrize(("draft_loops", "draft_tokens"), [(1, 1), (2, 4), (3, 7)])
