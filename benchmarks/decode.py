@@ -113,7 +113,7 @@ class Transformers:
     def _generate(self, tokens: int) -> float:
         start = time.perf_counter()
         mask = torch.ones_like(self.prompt)
-        self.model.generate(
+        self.model.generate(  # pyright: ignore
             self.prompt,
             attention_mask=mask,
             min_new_tokens=tokens,

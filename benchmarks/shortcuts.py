@@ -137,7 +137,7 @@ class Bench:
 
         engine = Engine(self.model, reuse_prefixes=False, rows=1)
         prompts = self.text[:, :64].tolist()
-        ways = {"": {}} | {
+        ways: dict[str, dict[str, Any]] = {"": {}} | {
             f"{d}:{k}": {"draft_loops": d, "draft_tokens": k} for d, k in DRAFTS if d < self.loops
         }
         taken: dict[str, list[float]] = {name: [] for name in ways}

@@ -6,22 +6,11 @@ import pytest
 import torch
 
 from conftest import KINDS, randomised, tiny
-from parcae.config import ConfigError, LoopConfig
+from oracles import model_of
+from parcae.config import ConfigError
 from parcae.infer.plain import generate
 
 PROMPT = [5, 17, 80]
-
-
-def transformer():
-    return randomised(
-        tiny(
-            architecture="transformer",
-            injection="none",
-            readout=False,
-            prelude_norm=False,
-            loop=LoopConfig(mean_loops=1),
-        )
-    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,7 +26,7 @@ def test_greedy_is_the_argmax_of_a_forward(kind, depths):
 
 
 def test_a_transformer_generates_too():
-    model = transformer()
+    model = model_of("transformer")
     expected = int(model(torch.tensor([PROMPT])).logits[0, -1].argmax())
     assert generate(model, PROMPT, new_tokens=1, temperature=0) == [expected]
     with pytest.raises(ValueError, match="no loop"):
@@ -82,6 +71,19 @@ def test_top_k_of_one_is_greedy():
     assert generate(model, PROMPT, new_tokens=6, min_p=1.0, seed=9) == greedy
 
 
+def test_a_penalty_looks_at_prompt_and_text():
+    model = randomised(KINDS["parcae"])
+    tokens = list(PROMPT)
+    for _ in range(8):
+        logits = model(torch.tensor([tokens]), depths=4, state="zero").logits[0, -1]
+        for token in set(tokens):
+            logits[token] *= 0.25 if logits[token] > 0 else 4.0
+        tokens.append(int(logits.argmax()))
+    made = generate(model, PROMPT, new_tokens=8, temperature=0, repetition_penalty=4.0)
+    assert made == tokens[3:]
+    assert made != generate(model, PROMPT, new_tokens=8, temperature=0)
+
+
 def test_leaves_no_gradient_behind():
     model = randomised(KINDS["parcae"]).train()
     generate(model, PROMPT, new_tokens=2)
@@ -95,6 +97,7 @@ def test_leaves_no_gradient_behind():
         ({"prompt": []}, "prompt: it is empty"),
         ({"prompt": [96]}, "outside the vocabulary"),
         ({"prompt": [-1]}, "outside the vocabulary"),
+        ({"prompt": [1.5]}, "1.5 is not an id"),
         ({"new_tokens": 0}, "new_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 0}, "top_k"),

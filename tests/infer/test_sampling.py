@@ -1,4 +1,4 @@
-"""Filters against sorting by hand; draws against the probabilities."""
+"""Filters against sorting by hand; draws against the probabilities; noise by seed and position."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parcae.config import ConfigError
-from parcae.infer.sampling import Sampling, choose, probabilities
+from parcae.infer.sampling import (
+    BrokenLogits,
+    Sampling,
+    choose,
+    noise,
+    penalise,
+    pick,
+    probabilities,
+)
 
 
 def by_hand(logits: list[float], s: Sampling) -> list[float]:
@@ -79,23 +87,96 @@ def test_a_forbidden_token_is_never_drawn():
     assert chances.tolist() == [0.5, 0, 0.5]
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.1, 0.5, 0.999999, 1.0])
-def test_choice_is_the_inverse_of_the_running_sum(noise):
-    chances = torch.tensor([0.0, 0.1, 0.0, 0.6, 0.3, 0.0], dtype=torch.float64)
-    mass, expected = 0.0, 4
-    for i, chance in enumerate(chances.tolist()):
-        mass += chance
-        if noise < mass:
-            expected = i
-            break
-    assert int(choose(chances, torch.tensor(noise, dtype=torch.float64))) == expected
+@pytest.mark.parametrize("top_k", [None, 1, 7, 700, 999, 1000, 2000])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.999999, 1.0])
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.3, 1.0])
+def test_large_vocabularies_with_ties_equal_sorting_by_hand(top_k, top_p, min_p):
+    """More tokens than are ranked at first, many of them equally likely."""
+    for spread in (0.1, 4.0):  # nearly flat: top-p needs most tokens; steep: it needs few
+        logits = torch.randint(0, 40, (1000,), generator=torch.Generator().manual_seed(2))
+        logits = spread * logits.double() / 10
+        sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
+        expected = torch.tensor(by_hand(logits.tolist(), sampling), dtype=torch.float64)
+        found = probabilities(logits, sampling)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(top_k=50), Sampling(top_p=0.9), Sampling(min_p=0.05), Sampling(top_p=0.9, min_p=0.0)],
+)
+def test_a_vocabulary_is_not_sorted(sampling, monkeypatch):
+    logits = 5 * torch.randn(20_000, generator=torch.Generator().manual_seed(1))
+    sizes, sort = [], torch.Tensor.sort
+
+    def counted(self, *arguments, **options):
+        sizes.append(self.numel())
+        return sort(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    assert (probabilities(logits, sampling) > 0).sum() < 600
+    assert max(sizes) <= 600
+
+
+def test_the_first_to_arrive_is_chosen():
+    chances = torch.tensor([0.1, 0.0, 0.6, 0.3], dtype=torch.float64)
+    times = torch.tensor([0.3, 0.0, 2.0, 0.6], dtype=torch.float64)  # arrivals 3, never, 3.3, 2
+    assert int(choose(chances, times)) == 3
+    times[0] = 0.1
+    assert int(choose(chances, times)) == 0
+    times[0] = 0.0
+    assert int(choose(chances, times)) == 0
+    together = choose(chances.expand(2, 4), torch.stack((times, times.flip(0))))
+    assert together.tolist() == [0, 2]
 
 
 def test_draws_follow_the_probabilities():
     chances = torch.tensor([0.05, 0.5, 0.0, 0.45], dtype=torch.float64)
-    noise = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    drawn = choose(chances.expand(1000, 4), noise)
-    assert torch.bincount(drawn, minlength=4).tolist() == [50, 500, 0, 450]
+    count = 4000
+    drawn = torch.stack([choose(chances, noise(7, position, 4)) for position in range(count)])
+    found = torch.bincount(drawn, minlength=4) / count
+    assert found[2] == 0
+    assert (found - chances).abs().max() < 4 * math.sqrt(0.25 / count)
+
+
+def test_close_predictions_choose_alike():
+    """Which is what noise of its own for each token is for."""
+    generator = torch.Generator().manual_seed(3)
+    logits = 2 * torch.randn(300, 500, generator=generator, dtype=torch.float64)
+    moved = logits + 0.02 * torch.randn(300, 500, generator=generator, dtype=torch.float64)
+    times = torch.stack([noise(0, position, 500) for position in range(300)])
+    a, b = (choose(probabilities(each, Sampling()), times) for each in (logits, moved))
+    assert (a == b).double().mean() > 0.95
+
+
+def test_noise_belongs_to_seed_and_position():
+    assert torch.equal(noise(1, 2, 50), noise(1, 2, 50))
+    others = [noise(seed, position, 50) for seed, position in ((2, 1), (1, 3), (12, 0), (-1, 2))]
+    assert not any(torch.equal(noise(1, 2, 50), other) for other in others)
+    assert noise(1, 2, 50).min() >= 0
+    assert noise(1, 2, 50).dtype == torch.float64
+
+
+def test_seen_tokens_are_penalised_once():
+    logits = torch.tensor([2.0, -2.0, 0.0, 3.0, -math.inf])
+    lowered = penalise(logits, [0, 1, 1, 2, 4, 0], Sampling(repetition_penalty=2.0))
+    assert lowered.tolist() == [1.0, -4.0, 0.0, 3.0, -math.inf]
+    assert logits[0] == 2.0
+    assert penalise(logits, [0], Sampling()) is logits
+    assert penalise(logits, [], Sampling(repetition_penalty=2.0)) is logits
+
+
+def test_pick_is_penalty_then_filters_then_race():
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(5))
+    seen = [int(logits.argmax()), 4]
+    sampling = Sampling(temperature=0.7, top_k=9, repetition_penalty=3.0)
+    for position in range(20):
+        chances = probabilities(penalise(logits, seen, sampling), sampling)
+        expected = int((noise(3, position, 60) / chances).argmin())
+        assert pick(logits, sampling, 3, position, seen) == expected
+    greedy = Sampling(temperature=0, repetition_penalty=3.0)
+    assert pick(logits, greedy, 0, 0, seen) == int(penalise(logits, seen, greedy).argmax())
+    assert pick(logits, greedy, 0, 0, seen) != seen[0]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +191,8 @@ def test_draws_follow_the_probabilities():
         {"top_p": 1.1},
         {"min_p": -0.1},
         {"min_p": 2.0},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": math.nan},
     ],
 )
 def test_impossible_settings(wrong):
@@ -117,6 +200,13 @@ def test_impossible_settings(wrong):
         Sampling(**wrong)
 
 
-def test_logits_that_are_not_numbers():
+@pytest.mark.parametrize(
+    "broken", [[0.0, math.nan], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, math.inf]]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_numbers(broken, temperature):
+    sampling = Sampling(temperature=temperature)
+    with pytest.raises(BrokenLogits, match="not a number"):
+        probabilities(torch.tensor(broken), sampling)
     with pytest.raises(ValueError, match="not a number"):
-        probabilities(torch.tensor([0.0, math.nan]), Sampling())
+        pick(torch.tensor(broken), sampling, 0, 0, [])

@@ -53,9 +53,12 @@ def decode_forced(
 ) -> Decoded:
     """`rows` [B, S] of token ids, decoded side by side; the last token is only predicted."""
     count, length = rows.shape
-    require(0 < prompt < length, "prompt", f"{prompt} of {length} tokens", "Leave some to decode.")
+    some = 0 < prompt < length - 1
+    require(some, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
+    limit = network.layout.context_length
+    require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Cut them.")
     cache = network.cache(Policy.parse(policy))
-    cache.reserve(count, length, plan.loops)
+    cache.reserve(count, length - 1, plan.loops)
     limits = [plan.loops] * count
     work = Work([Part(row, 0, prompt) for row in range(count)], network.device)
     given = network.begin(rows[:, :prompt].flatten(), work, cache)

@@ -45,7 +45,7 @@ class Policy:
             return text
         if text in ("full", "shared"):
             return cls(text, 1 if text == "shared" else None)
-        found = re.fullmatch(r"(last|first):([0-9]{1,6})", text)
+        found = re.fullmatch(r"(last|first):([0-9]{1,6})", str(text))
         if found is None or int(found[2]) < 1:
             raise ConfigError(
                 f"cache: {text!r} is not a policy. Use full, last:K, first:K or shared."
@@ -104,10 +104,14 @@ class Cache:
         self, layout: Layout, policy: Policy, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layout, self.policy, self.dtype, self.device = layout, policy, dtype, device
+        self.clear()
+
+    def clear(self) -> None:
+        """Hold nothing, and no memory."""
         self.rows = self.capacity = self.loops = 0
-        self.outer = self._empty(layout.outer, 0, 0, 0)
+        self.outer = self._empty(self.layout.outer, 0, 0, 0)
         """Prelude and coda: [layer, row, position, 2, head, channel]."""
-        self.core = self._empty(layout.core, 0, 0, 0)
+        self.core = self._empty(self.layout.core, 0, 0, 0)
         """[slot x layer, row, position, 2, head, channel]."""
         self._cut()
 

@@ -131,12 +131,10 @@ class _Descent:
         return Reached(self._read(read_from), final, self.loops)
 
     def _ended(self, loop: int, before: Tensor, h: Tensor, guess: Tensor) -> list[bool]:
-        stopped = [False] * len(self.parts)
-        if not self.watch.is_idle:
-            given, work = self.given, self.work
-            stopped = self.watch.finished(
-                loop, before, h, lambda: self.network.read(guess, given, work, self.cache)
-            )
+        given, work = self.given, self.work
+        stopped = self.watch.finished(
+            loop, before, h, lambda: self.network.read(guess, given, work, self.cache)
+        )
         return [stop or self.limits[p] <= loop for stop, p in zip(stopped, self.parts, strict=True)]
 
     def _leave(self, index: int, loop: int) -> None:

@@ -31,7 +31,7 @@ from parcae.infer.native.build import NoKernels
 from parcae.infer.native.kernels import Kernels
 from parcae.infer.network import Network
 from parcae.infer.quantise import WEIGHTS, Weights
-from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start
+from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start, check_whole
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling
 from parcae.infer.sequence import Sequence
@@ -61,10 +61,10 @@ class Engine:
         `layers`: "native" runs passes of a few tokens through C++ that is compiled when it is first
         used, on CPUs; "torch" does without; "auto" takes the first if it can be had.
 
-        Weights are copied where they are changed, so the model may be trained on; the engine does
-        not follow.
+        The model's weights are shared where they can be used as they are and copied where not: a
+        model that has been trained on needs a new engine.
         """
-        require(rows >= 1, "rows", f"{rows} is not positive", "Use at least 1.")
+        check_whole("rows", rows, 1)
         self.tokenizer = tokenizer
         self.config = model.config
         options = ", ".join(WEIGHTS)
@@ -160,7 +160,7 @@ class Engine:
         self, requests: Several[Request], on_token: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """All of them, in their order; `on_token` hears how many tokens each step made."""
-        self.rows.reserve(requests, len(self._running))
+        self.rows.reserve(requests, len(self._running) + len(self._waiting))
         sequences = [self.submit(request) for request in requests]
         try:
             while not all(s.finish for s in sequences):
@@ -172,9 +172,11 @@ class Engine:
         return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece]:
-        """Token by token; the last piece carries the completion. Closing it ends the request."""
-        request = self.request(prompt, **options)
-        self.rows.reserve([request], len(self._running))
+        """Token by token; the last piece carries the completion. Mistakes are told at once, and
+        closing it ends the request."""
+        return self._stream(self.request(prompt, **options))
+
+    def _stream(self, request: Request) -> Generator[Piece]:
         sequence = self.submit(request)
         try:
             while True:
@@ -187,7 +189,8 @@ class Engine:
             self.cancel(sequence)
 
     def submit(self, request: Request) -> Sequence:
-        """Wait for a row; `step` until its `finish` is set."""
+        """Wait for a row; `step` until its `finish` is set. Refused where memory is short."""
+        self.rows.reserve([request], len(self._running) + len(self._waiting))
         sequence = Sequence(request, self.tokenizer, self.config.context_length)
         self._waiting.append(sequence)
         return sequence

@@ -50,7 +50,7 @@ class ExitRule:
     def parse(cls, text: str | ExitRule) -> ExitRule:
         if isinstance(text, ExitRule):
             return text
-        kind, _, number = text.partition(":")
+        kind, _, number = str(text).partition(":")
         try:
             threshold = float(number)
         except ValueError:
@@ -93,10 +93,6 @@ class Watch:
         self._before: Tensor | None = None
         self.reading: Tensor | None = None
         """The last reading [N, d_e], for tokens that exit on it."""
-
-    @property
-    def is_idle(self) -> bool:
-        return all(rule is None for rule in self.rules)
 
     def finished(self, loop: int, before: Tensor, after: Tensor, read: Read) -> list[bool]:
         """Which tokens stop after this loop."""

@@ -203,11 +203,12 @@ class Network:
         else:
             raise TypeError(f"{type(model).__name__}: not a model that can be decoded here.")
         self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
-        self.unembedding = model.unembedding.detach()
+        self.unembedding = model.unembedding.detach().float()
         self.head = prepare(self.unembedding)
-        held = (self.embedding, *self.value_tables.values(), *(m.stored for m in matrices))
+        tables = (self.embedding, self.unembedding, *self.value_tables.values())
+        held = (*tables, *(one.stored for one in matrices))
         self.weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-        """Memory of all weights; what is shared counts once."""
+        """Memory of all tables and matrices; what is shared counts once."""
         length, theta = config.context_length, config.rope_theta
         self.outer_phases = phase_table(length, config.block.head_dim, theta, self.device)
         self.core_phases = phase_table(length, config.core_block.head_dim, theta, self.device)

@@ -5,11 +5,12 @@ generate(model, tokenizer.encode("def "), new_tokens=64, depths=8, temperature=0
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 import torch
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.infer.sampling import Sampling, pick
 from parcae.model.frame import LanguageModel
 
@@ -59,7 +60,7 @@ def generate(
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    tokens = [int(token) for token in prompt]
+    tokens = [_as_id(token) for token in prompt]
     require(
         len(tokens) > 0,
         "prompt",
@@ -74,3 +75,10 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
         "Was the text encoded with this model's tokenizer?",
     )
     return tokens
+
+
+def _as_id(token: object) -> int:
+    try:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"prompt: {token!r} is not an id. Give whole numbers.") from None

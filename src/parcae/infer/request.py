@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 from parcae.config import ModelConfig, require
 from parcae.infer.exit import ExitRule
 from parcae.infer.extrapolate import EXTRAPOLATIONS, Extrapolation
 from parcae.infer.plain import check_prompt
 from parcae.infer.sampling import Sampling
-from parcae.model.depth import check_depth
 
 Start = Literal["zero", "previous"]
 Finish = Literal["length", "context", "stop"]
@@ -35,11 +35,8 @@ class DepthPlan:
     """Tokens drafted before they are verified."""
 
     def __post_init__(self) -> None:
-        some = not isinstance(self.loops, int) or self.loops >= 1
-        require(some, "loops", f"{self.loops} is not positive", "Use at least 1.")
-        loops = check_depth(self.loops)
-        remedy = f"Use 1 to {LARGEST_DEPTH}."
-        require(loops <= LARGEST_DEPTH, "loops", f"{loops} is absurd", remedy)
+        check_whole("loops", self.loops, 1, LARGEST_DEPTH)
+        check_whole("draft_loops", self.draft_loops, 0, LARGEST_DEPTH)
         known = self.start in ("zero", "previous")
         require(known, "start", f"{self.start!r} is not an option", "Use zero or previous.")
         require(
@@ -51,13 +48,12 @@ class DepthPlan:
         if not self.draft_loops:
             return
         require(
-            0 < self.draft_loops < loops,
+            self.draft_loops < self.loops,
             "draft_loops",
-            f"{self.draft_loops} loops cannot draft for {loops}",
+            f"{self.draft_loops} loops cannot draft for {self.loops}",
             "Use fewer than loops.",
         )
-        fits = 1 <= self.draft_tokens <= 64
-        require(fits, "draft_tokens", f"{self.draft_tokens} is out of range", "Use 1 to 64.")
+        check_whole("draft_tokens", self.draft_tokens, 1, 64)
         require(
             self.exit is None and self.start == "zero" and self.extrapolation == "none",
             "draft_loops",
@@ -107,15 +103,15 @@ class Request:
             f"{len(tokens)} tokens, but the model's context holds {limit}",
             "Shorten the prompt.",
         )
-        require(new_tokens >= 1, "new_tokens", f"{new_tokens} is not positive", "Use at least 1.")
+        check_whole("new_tokens", new_tokens, 1)
+        check_whole("seed", seed)
         if config.architecture == "transformer":
             fits = plan.loops == 1 and plan.exit is None
             require(fits, "loops", "a Transformer has no loop", "Leave out loops and exit.")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         require(all(stops), "stop", "a stop string is empty", "Leave it out.")
-        few = logprobs is None or 0 <= logprobs <= min(MOST_LOGPROBS, config.vocab_size)
-        remedy = f"Use 0 to {MOST_LOGPROBS}."
-        require(few, "logprobs", f"{logprobs} alternatives are out of range", remedy)
+        if logprobs is not None:
+            check_whole("logprobs", logprobs, 0, min(MOST_LOGPROBS, config.vocab_size))
         return cls(
             prompt=tuple(tokens),
             new_tokens=new_tokens,
@@ -126,6 +122,13 @@ class Request:
             stop=stops,
             logprobs=logprobs,
         )
+
+
+def check_whole(key: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+    whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    require(whole, key, f"{value!r} is not a whole number", "Give one, such as 8.")
+    remedy = f"Use {least} to {most}." if most < math.inf else f"Use at least {least}."
+    require(least <= value <= most, key, f"{value} is out of range", remedy)  # type: ignore
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,10 @@ class Completion:
     """What followed a prompt."""
 
     tokens: tuple[int, ...]
+    """All that were made. A stop token is not among them; the tokens that spelled a stop string
+    are, so these may say more than `text`."""
     text: str | None
-    """None where the engine has no tokenizer."""
+    """Up to a stop string. None where the engine has no tokenizer."""
     finish: Finish
     """`length`: new_tokens were made; `context`: the model's context is full; `stop`: it ended."""
     loops: tuple[int, ...]

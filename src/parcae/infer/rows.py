@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Several
 
+from parcae.config import ConfigError
 from parcae.infer.cache import Cache
 from parcae.infer.request import DepthPlan, Request
 from parcae.infer.sequence import Sequence
@@ -28,13 +29,34 @@ class Rows:
 
     @property
     def free(self) -> int:
-        return len(self._order)
+        """Rows that are there and that nobody sits in."""
+        return sum(row < self.cache.rows for row in self._order)
 
     def reserve(self, requests: Several[Request], busy: int) -> None:
-        """Room for these requests, as far as they are served at a time."""
-        if requests:
-            loops = max(r.plan.loops for r in requests)
-            self.cache.reserve(min(self.most, busy + len(requests)), self._length(requests), loops)
+        """Room for these requests beside `busy` others, as far as they are served at a time.
+
+        A row more for each, as long as there is memory: what idle rows hold may be of use.
+        """
+        if not requests:
+            return
+        loops, length = max(r.plan.loops for r in requests), self._length(requests)
+        least = min(self.most, busy + len(requests))
+        kept = sum(held is not None for held in self._held) if self.reuse else 0
+        rows = min(self.most, least + kept)
+        if rows > self.cache.rows:  # by doubling, like the positions
+            rows = min(self.most, max(rows, 2 * self.cache.rows))
+        try:
+            self.cache.reserve(rows, length, loops)
+        except ConfigError:
+            if busy == 0:
+                self._forget()
+            self.cache.reserve(least, length, loops)
+
+    def _forget(self) -> None:
+        """Give up what idle rows hold, and their memory."""
+        self.cache.clear()
+        self._held = [None] * self.most
+        self._order = deque(range(self.most))
 
     def seat(self, waiting: deque[Sequence]) -> list[Sequence]:
         """Rows for the next sequences; a prompt like one that is seated now waits for the next."""
@@ -42,8 +64,7 @@ class Rows:
         later: list[Sequence] = []
         while waiting and self.free:
             sequence = waiting.popleft()
-            reuse = self._may_reuse(sequence)
-            if reuse and any(_worth_waiting(sequence, other) for other in wave):
+            if self._should_wait(sequence, wave):
                 later.append(sequence)
                 continue
             self._seat(sequence)
@@ -60,11 +81,9 @@ class Rows:
         source, length = self._best_source(sequence)
         row = source if source is not None and source in self._order else self._least_useful()
         self._order.remove(row)
-        request = sequence.request
-        self.cache.reserve(row + 1, self._length([request]), request.plan.loops)
         if source is not None:
             self.cache.copy_prefix(source, row, length)
-            sequence.reused = length
+            sequence.reused = sequence.computed = length
         sequence.row = row
         self._seated[row] = sequence
         self._held[row] = None
@@ -87,10 +106,19 @@ class Rows:
         """Where loops share slots, what a prompt leaves depends on where it was cut."""
         return self.reuse and self.cache.policy.is_exact_for(sequence.request.plan.loops)
 
+    def _should_wait(self, sequence: Sequence, wave: list[Sequence]) -> bool:
+        """Whether a prompt that is about to be read has much that no row holds yet."""
+        plan = sequence.request.plan
+        alike = [other for other in wave if other.request.plan == plan]
+        if not alike or not self._may_reuse(sequence):
+            return False
+        common = max(common_prefix(sequence.tokens, other.tokens) for other in alike)
+        return common - self._best_source(sequence)[1] >= WORTH_WAITING
+
     def _least_useful(self) -> int:
-        """An empty row if there is one, the lowest first, so that the cache grows late."""
-        empty = [row for row in self._order if self._held[row] is None]
-        return min(empty) if empty else self._order[0]
+        """An empty row that the cache has room for, or else the one that was not used longest."""
+        there = [row for row in self._order if row < self.cache.rows]
+        return next((row for row in there if self._held[row] is None), there[0])
 
     def _knowledge(self, sequence: Sequence) -> tuple[DepthPlan, list[int]]:
         plan = sequence.request.plan
@@ -107,9 +135,3 @@ class Rows:
 def common_prefix(a: Several[int], b: Several[int]) -> int:
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)
-
-
-def _worth_waiting(sequence: Sequence, other: Sequence) -> bool:
-    if sequence.request.plan != other.request.plan:
-        return False
-    return common_prefix(sequence.tokens, other.tokens) - sequence.reused >= WORTH_WAITING

@@ -23,7 +23,7 @@ from parcae.config import require
 from parcae.model.depth import row_generator
 
 FEW = 512
-"""Tokens that are ranked first where top-p or min-p asks how many matter."""
+"""Tokens among which top-p looks first; nearly always it keeps fewer."""
 
 
 class BrokenLogits(ValueError):
@@ -71,43 +71,51 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     chances = ((logits - top) / sampling.temperature).softmax(-1)
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
         return chances
-    ranked, order = _rank(chances, sampling)
+    rows = [_filtered(row, sampling) for row in chances.reshape(-1, chances.shape[-1])]
+    return torch.stack(rows).reshape_as(chances)
+
+
+def _filtered(chances: Tensor, sampling: Sampling) -> Tensor:
+    """One row [V]. Every filter keeps the first so many of the ranking."""
+    order = _rank(chances, sampling)
+    ranked = chances[order]
     if sampling.top_k is not None:
-        ranked[..., sampling.top_k :] = 0
+        ranked = ranked[: sampling.top_k]
+        ranked = ranked / ranked.sum()
     if sampling.top_p is not None:
-        ranked = ranked / ranked.sum(-1, keepdim=True)
         before = ranked.cumsum(-1) - ranked
-        ranked = ranked.where(before < sampling.top_p, 0)
+        ranked = ranked[: int((before < sampling.top_p).sum())]
     if sampling.min_p is not None:
-        ranked = ranked.where(ranked >= sampling.min_p * ranked[..., :1], 0)
-    kept = torch.zeros_like(chances).scatter_(-1, order, ranked)
-    return kept / kept.sum(-1, keepdim=True)
+        ranked = ranked[ranked >= sampling.min_p * ranked[0]]
+    kept = torch.zeros_like(chances)
+    kept[order[: len(ranked)]] = ranked / ranked.sum()
+    return kept
 
 
-def _rank(chances: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Likeliest first, at least as far as the filters can look: sorting a whole vocabulary takes
-    longer than a loop."""
-    size, enough = chances.shape[-1], sampling.top_k or FEW
-    if enough < size // 2:
-        best, order = chances.topk(enough, dim=-1, sorted=True)
-        top_p = sampling.top_p if sampling.top_k is None else None
-        reaches = top_p is None or bool((best.sum(-1) >= top_p + 1e-6).all())
-        cut = chances < best[..., -1:]
-        if sampling.top_k is None and top_p is None:
-            reaches = bool((best[..., -1] < (sampling.min_p or 0) * best[..., 0]).all())
-        if reaches and bool((cut.sum(-1) == size - enough).all()) and _all_differ(best):
-            return best, order
-    ranked = chances.sort(dim=-1, descending=True, stable=True)
-    return ranked.values, ranked.indices
+def _rank(chances: Tensor, sampling: Sampling) -> Tensor:
+    """Ids of all tokens that the filters could keep, likeliest first, of equals the smaller id.
 
-
-def _all_differ(ranked: Tensor) -> bool:
-    """Ties need the stable sort: between equal tokens the smaller id goes first."""
-    return bool((ranked[..., 1:] < ranked[..., :-1]).all())
+    Sorting a whole vocabulary takes longer than a loop, so tokens below a bound that is found
+    without sorting are left out.
+    """
+    floor = chances.new_zeros(())
+    if sampling.top_k is not None:
+        if sampling.top_k < len(chances):
+            floor = chances.topk(sampling.top_k).values[-1]
+    else:
+        if sampling.min_p is not None:  # a little lower, so that rounding decides nothing here
+            floor = chances.max() * sampling.min_p * (1 - 1e-9)
+        if sampling.top_p is not None and len(chances) > FEW:
+            likeliest = chances.topk(FEW).values
+            if likeliest.sum() > sampling.top_p + 1e-9:
+                floor = torch.maximum(floor, likeliest[-1])
+    ids = (chances >= floor).nonzero()[:, 0]
+    return ids[chances[ids].sort(descending=True, stable=True).indices]
 
 
 def check_logits(logits: Tensor) -> None:
-    if logits.isnan().any():
+    """NaN anywhere, infinity, or nothing but minus infinity: the maximum shows them all."""
+    if not logits.amax(-1).isfinite().all():
         raise BrokenLogits(
             "logits: not a number. The model has diverged, or its weights are broken."
         )

@@ -72,6 +72,8 @@ class Sequence:
             rest = self._stream.finish()
             self._text.append(rest)
             text += rest
+            if self._stream.stopped:  # what was held back may have been the end of a stop string
+                finish = "stop"
         self.finish = finish
         self.pieces.append(Piece(token, text, loops, self.completion()))
 

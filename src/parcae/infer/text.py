@@ -11,6 +11,9 @@ from parcae.data.tokenizer import Tokenizer
 class TextStream:
     """`push` returns the text that has become certain; `finish` what was held back.
 
+    The stop string that is complete first ends the text, of several the longest; so how the text is
+    cut into tokens does not matter.
+
     A character whose bytes are spread over several tokens comes out with the last of them, and text
     that may be the beginning of a stop string comes out when it turns out not to be.
     """
@@ -37,10 +40,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        places = [(text.find(stop), stop) for stop in self._stops]
+        found = [(place + len(stop), place) for place, stop in places if place >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[: min(found)[1]]
         held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

@@ -1,0 +1,117 @@
+"""Speculation changes the time a text takes, and nothing of the text."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from oracles import VOCABULARY, chances_of, flips, model_of
+from parcae.config import ConfigError
+from parcae.infer.engine import Engine
+
+PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(16)]
+
+
+@pytest.mark.parametrize(("draft_loops", "draft_tokens"), [(1, 1), (2, 4), (3, 7)])
+@pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-no-prelude"])
+def test_greedy_text_is_that_of_plain_decoding(kind, draft_loops, draft_tokens):
+    model = model_of(kind)
+    options = {"loops": 4, "new_tokens": 9}
+    plain = Engine(model).generate_all(PROMPTS, **options)
+    drafts = {"draft_loops": draft_loops, "draft_tokens": draft_tokens}
+    quick = Engine(model).generate_all(PROMPTS, **options, **drafts)
+    parted = 0
+    for prompt, a, b in zip(PROMPTS, plain, quick, strict=True):
+        parted += flips(model, prompt, a.tokens, b.tokens, 4)
+        assert (b.finish, len(b.loops)) == (a.finish, 9)
+        assert b.accepted <= b.drafted
+    assert parted <= 1
+    assert sum(made.accepted for made in quick) > 0
+    assert sum(made.accepted for made in quick) < sum(made.drafted for made in quick)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sampled_text_is_that_of_plain_decoding_token_for_token(seed):
+    """So its distribution is too. Penalties look at drafted tokens like at any other."""
+    engine = Engine(model_of("parcae"))
+    options = {"loops": 4, "new_tokens": 12, "seed": seed, "logprobs": VOCABULARY}
+    options |= {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
+    for prompt in PROMPTS[:6]:
+        plain = engine.generate(prompt, **options)
+        quick = engine.generate(prompt, **options, draft_loops=2, draft_tokens=3)
+        assert quick.tokens == plain.tokens
+        assert chances_of(quick).sub(chances_of(plain)).abs().max() < 1e-4
+        assert quick.loops == plain.loops
+
+
+def test_noise_of_its_own_for_each_token_makes_drafts_right():
+    """A draft as deep as full depth less one loop agrees nearly always, also when sampling."""
+    engine = Engine(model_of("parcae"))
+    options = {"loops": 9, "new_tokens": 20, "temperature": 1.0, "draft_loops": 8}
+    made = engine.generate_all(PROMPTS[:8], **options)
+    assert sum(m.accepted for m in made) > 0.9 * sum(m.drafted for m in made)
+
+
+def test_loops_are_run_once():
+    """A token that is drafted and accepted loops as often as a token that was not drafted."""
+    engine = Engine(model_of("parcae"))
+    ran, loop = 0, engine.network.loop
+
+    def counted(h, given, work, cache, loops):
+        nonlocal ran
+        ran += len(h) * len(loops)
+        return loop(h, given, work, cache, loops)
+
+    engine.network.loop = counted  # type: ignore[method-assign]
+    made = engine.generate([3, 4], new_tokens=17, loops=6, draft_loops=2, draft_tokens=4)
+    rejected = made.drafted - made.accepted
+    # The prompt gives the first token; each further one costs 6 loops, and so does a wrong guess.
+    assert ran == 6 * (2 + 16 + rejected)
+
+
+def test_near_the_end_nothing_is_drafted_in_vain():
+    model = model_of("parcae")
+    made = Engine(model).generate([3, 4], new_tokens=2, loops=4, draft_loops=3, draft_tokens=8)
+    assert made.drafted == 0
+    long = Engine(model).generate([3] * 30, new_tokens=50, loops=4, draft_loops=3, draft_tokens=8)
+    assert (long.finish, len(long.tokens)) == ("context", 3)
+
+
+def test_beside_requests_that_do_not_speculate():
+    model = model_of("parcae")
+    engine = Engine(model)
+    plans = [{}, {"draft_loops": 2}, {"draft_loops": 1, "draft_tokens": 2}, {"exit": "kl:0.1"}]
+    sampled = {"loops": 4, "new_tokens": 8, "temperature": 1.0}
+    requests = [engine.request([9, i], **plan, **sampled) for i, plan in enumerate(plans)]
+    together = engine.complete(requests)
+    for i, (plan, made) in enumerate(zip(plans, together, strict=True)):
+        alone = Engine(model).generate([9, i], **plan, **sampled)
+        assert (alone.tokens, alone.loops) == (made.tokens, made.loops)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_loops": 4}, "draft_loops: 4 loops cannot draft for 4"),
+        ({"draft_loops": -1}, "draft_loops: -1 is out of range"),
+        ({"draft_loops": 1.5}, "draft_loops: 1.5 is not a whole number"),
+        ({"draft_loops": 1, "draft_tokens": 0}, "draft_tokens: 0 is out of range"),
+        ({"draft_loops": 1, "draft_tokens": 65}, "draft_tokens: 65 is out of range"),
+        ({"draft_loops": 1, "exit": "kl:1"}, "plain loops only"),
+        ({"draft_loops": 1, "start": "previous"}, "plain loops only"),
+        ({"draft_loops": 1, "extrapolation": "aitken"}, "plain loops only"),
+    ],
+)
+def test_drafts_that_cannot_be(changes, message):
+    engine = Engine(model_of("parcae"))
+    with pytest.raises(ConfigError, match=message):
+        engine.generate([1], loops=4, **changes)
+    assert engine.cache.bytes == 0
+
+
+def test_a_cache_that_shares_slots_cannot_draft():
+    engine = Engine(model_of("parcae"), cache="last:3")
+    with pytest.raises(ConfigError, match="cannot hold draft and text apart"):
+        engine.generate([1], loops=4, draft_loops=1)
+    assert len(engine.generate([1], loops=3, draft_loops=1, new_tokens=4).tokens) == 4
