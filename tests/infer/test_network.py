@@ -15,7 +15,7 @@ from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_o
 from parcae.config import ConfigError
 from parcae.infer.cache import Policy
 from parcae.infer.deepen import deepen
-from parcae.infer.engine import Engine
+from parcae.infer.engine import Engine, kernels
 from parcae.infer.network import Network
 from parcae.infer.work import Part, Work
 
@@ -56,14 +56,16 @@ def in_chunks(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
     loops=st.lists(st.integers(1, 6), min_size=4, max_size=4),
     policy=st.sampled_from(["full", "last:6", "first:6", "last:9", "first:7"]),
+    layers=st.sampled_from(["auto", "torch"]),
     seed=st.integers(0, 1 << 20),
 )
 @torch.no_grad()
-def test_exact_caches_give_the_logits_of_a_forward(kind, lengths, loops, policy, seed):
+def test_exact_caches_give_the_logits_of_a_forward(kind, lengths, loops, policy, layers, seed):
     model, random = model_of(kind), Random(seed)
     loops = [1] * 4 if kind == "transformer" else loops
     texts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
-    found = in_chunks(Network(model), policy, texts, loops[: len(texts)], random)
+    network = Network(model, "float32", kernels(layers, "float32", model.device))
+    found = in_chunks(network, policy, texts, loops[: len(texts)], random)
     for text, depth, logits in zip(texts, loops, found, strict=False):
         expected = true_logits(model, text, depth)
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

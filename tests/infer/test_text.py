@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from oracles import text_model, tokenizer
+from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
 from parcae.infer.text import TextStream
 
@@ -25,7 +26,9 @@ def stream(
     ids: list[int], stops: tuple[str, ...] = (), spelled: list[bytes] | None = None
 ) -> tuple[str, list[str], bool]:
     """What comes out, and whether a stop was met; `spelled` is a vocabulary made up for a test."""
-    source = tokenizer() if spelled is None else SimpleNamespace(token_bytes=spelled)
+    source = (
+        tokenizer() if spelled is None else SimpleNamespace(token_bytes=spelled, is_byte_level=True)
+    )
     text = TextStream(source, stops)  # type: ignore[arg-type]
     pieces = []
     for token in ids:
@@ -155,3 +158,19 @@ def test_a_stop_token_is_neither_token_nor_text(engine):
     assert last.token is None
     assert last.completion is not None
     assert last.completion.tokens == made.tokens
+
+
+def test_tokenizers_that_do_not_spell_bytes():
+    """Those of sentencepiece's kind write a space as a letter of its own."""
+    import tokenizers
+
+    words = ["hello", "▁world", "▁", "é"]
+    vocabulary = {"<s>": 0} | {word: i + 1 for i, word in enumerate(words)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<s>"))
+    made.decoder = tokenizers.decoders.Metaspace()  # type: ignore[assignment]
+    stream = TextStream(Tokenizer(made.to_str()), stops=("d",))
+    ids = [1, 2, 3, 4]
+    assert stream.push(1) == "hello"
+    assert "".join(stream.push(i) for i in ids[1:]) + stream.finish() == " worl"
+    whole = TextStream(Tokenizer(made.to_str()))
+    assert "".join(whole.push(i) for i in ids) + whole.finish() == made.decode(ids)

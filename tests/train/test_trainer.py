@@ -261,19 +261,29 @@ def test_the_display_takes_what_comes(capsys):
 def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     text, tmp_path, monkeypatch
 ):
-    from parcae.infer import plain
+    from parcae.infer import sampling
 
-    real = plain.probabilities
+    real = sampling.probabilities
     calls = iter(range(1000))
 
-    def probabilities(logits, sampling):
-        return real(logits * float("nan") if next(calls) >= 3 else logits, sampling)
+    def probabilities(logits, settings):
+        return real(logits * float("nan") if next(calls) >= 3 else logits, settings)
 
-    monkeypatch.setattr(plain, "probabilities", probabilities)
+    monkeypatch.setattr(sampling, "probabilities", probabilities)
     settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
     assert [sample["depth"] for sample in result["samples"]] == [1, 2, 3]
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_prompt_over_the_context_is_sampled_from_its_end(text, tmp_path, monkeypatch, precision):
+    """Also under autocast, and by the layers that other devices have."""
+    monkeypatch.setattr("parcae.infer.engine.kernels", lambda *_: None)
+    settings = {**QUIET, "sample_prompts": ["alpha " * 200], "sample_tokens": 1}
+    settings["precision"] = precision
+    result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
+    assert result["samples"]
 
 
 def whole_and_killed(recipe, whole, run):

@@ -24,7 +24,8 @@ def write_text(text: str, before: str = "", after: str = "") -> None:
     """At once and as it is: neither wrapped, nor are tabs or spaces touched."""
     if console.out.is_terminal:
         text = text.translate(VISIBLE)
-    sys.stdout.write(before + text + after)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    sys.stdout.write((before + text + after).encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()
 
 
@@ -75,7 +76,8 @@ def _speed(meter: Meter) -> str:
     if meter.rate is not None:
         words.append(f"{meter.rate:.3g} tokens/s")
     first = meter.first
-    words.append(f"the first after {1000 * first:.0f} ms" if first < 1 else f"after {first:.3g} s")
+    waited = f"{1000 * first:.0f} ms" if first < 1 else f"{first:.3g} s"
+    words.append(f"the first after {waited}")
     reused = 0 if meter.completion is None else meter.completion.reused
     if reused:
         words.append(f"{reused} of the prompt known from before")
@@ -112,9 +114,10 @@ def _drafts(meter: Meter) -> str:
 def _memory(engine: Engine, request: Request) -> str:
     cache, per_token = engine.cache, engine.cache.bytes_per_token(request.plan.loops)
     weights = console.size(engine.network.weight_bytes)
+    layers = "PyTorch" if engine.network.kernels is None else "C++"
     return (
-        f"cache {cache.policy}: {console.size(per_token)} per token, {console.size(cache.bytes)} "
-        f"reserved; weights {engine.network.weights}: {weights}"
+        f"{layers} layers; cache {cache.policy}: {console.size(per_token)} per token, "
+        f"{console.size(cache.bytes)} reserved; weights {engine.network.weights}: {weights}"
     )
 
 

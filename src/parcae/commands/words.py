@@ -12,7 +12,7 @@ from parcae.files import FileError, reading
 def read_words(word: str) -> str:
     """The line break that ends a file or a pipe is not part of the text."""
     if word == "-":
-        text = sys.stdin.read().removesuffix("\n")
+        text = _read_input().removesuffix("\n")
     elif word.startswith("@"):
         text = _read_file(word[1:]).removesuffix("\n")
     else:
@@ -20,6 +20,14 @@ def read_words(word: str) -> str:
     whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
     require(whole, "text", "it is not UTF-8", "Convert it.")
     return text
+
+
+def _read_input() -> str:
+    binary = getattr(sys.stdin, "buffer", None)
+    try:
+        return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise FileError("standard input: not UTF-8. Convert it.") from None
 
 
 def _read_file(name: str) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from parcae.config import require
 from parcae.infer.cache import Policy
 from parcae.infer.deepen import deepen
-from parcae.infer.network import Network
+from parcae.infer.network import Network, exactly
 from parcae.infer.request import DepthPlan
 from parcae.infer.work import Part, Work
 
@@ -42,7 +42,6 @@ class Decoded:
         return self.loops.double().mean().item()
 
 
-@torch.no_grad()
 def decode_forced(
     network: Network,
     rows: Tensor,
@@ -52,12 +51,25 @@ def decode_forced(
     on_step: Callable[[], None] | None = None,
 ) -> Decoded:
     """`rows` [B, S] of token ids, decoded side by side; the last token is only predicted."""
-    count, length = rows.shape
+    length = rows.shape[1]
     some = 0 < prompt < length - 1
     require(some, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
     limit = network.layout.context_length
     require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Cut them.")
-    cache = network.cache(Policy.parse(policy))
+    with exactly(network.device):
+        return _decode(network, rows, plan, Policy.parse(policy), prompt, on_step)
+
+
+def _decode(
+    network: Network,
+    rows: Tensor,
+    plan: DepthPlan,
+    policy: Policy,
+    prompt: int,
+    on_step: Callable[[], None] | None,
+) -> Decoded:
+    count, length = rows.shape
+    cache = network.cache(policy)
     cache.reserve(count, length - 1, plan.loops)
     limits = [plan.loops] * count
     work = Work([Part(row, 0, prompt) for row in range(count)], network.device)

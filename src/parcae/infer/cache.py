@@ -166,8 +166,7 @@ class Cache:
         here = self.policy.slot(loop)
         later = sorted({self.policy.slot(t) for t in range(loop + 1, loops + 1)} - {here})
         slots = self.core.unflatten(0, (-1, self.layout.core_layers))
-        for slot in later:
-            slots[slot, :, row, position] = slots[here, :, row, position]
+        slots[later, :, row, position] = slots[here, :, row, position]
 
     def _empty(self, shape: BlockShape, layers: int, rows: int, capacity: int) -> Tensor:
         full = (layers, rows, capacity, 2, shape.kv_heads, shape.head_dim)

@@ -13,9 +13,11 @@ token, or several where it speculates. A request's text depends on nothing but i
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Generator
 from collections.abc import Sequence as Several
+from threading import RLock
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +31,7 @@ from parcae.infer.exit import ExitRule
 from parcae.infer.extrapolate import Extrapolation
 from parcae.infer.native.build import NoKernels
 from parcae.infer.native.kernels import Kernels
-from parcae.infer.network import Network
+from parcae.infer.network import Network, exactly
 from parcae.infer.quantise import WEIGHTS, Weights
 from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start, check_whole
 from parcae.infer.rows import Rows
@@ -38,6 +40,7 @@ from parcae.infer.sequence import Sequence
 from parcae.infer.work import Part, Work
 from parcae.model.frame import LanguageModel
 
+MOST_ROWS = 4096
 Prompt = str | Several[int]
 
 
@@ -64,7 +67,7 @@ class Engine:
         The model's weights are shared where they can be used as they are and copied where not: a
         model that has been trained on needs a new engine.
         """
-        check_whole("rows", rows, 1)
+        check_whole("rows", rows, 1, MOST_ROWS)
         self.tokenizer = tokenizer
         self.config = model.config
         options = ", ".join(WEIGHTS)
@@ -72,6 +75,8 @@ class Engine:
         self.network = Network(model, weights, kernels(layers, weights, model.device))
         self.cache = self.network.cache(Policy.parse(cache))
         self.rows = Rows(self.cache, rows, reuse_prefixes)
+        self._lock = RLock()
+        """Several threads may submit, step and cancel; a step is one thread's at a time."""
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
 
@@ -160,8 +165,9 @@ class Engine:
         self, requests: Several[Request], on_token: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """All of them, in their order; `on_token` hears how many tokens each step made."""
-        self.rows.reserve(requests, len(self._running) + len(self._waiting))
-        sequences = [self.submit(request) for request in requests]
+        with self._lock:
+            self.rows.reserve(requests, len(self._running) + len(self._waiting))
+            sequences = [self.submit(request) for request in requests]
         try:
             while not all(s.finish for s in sequences):
                 made = self.step()
@@ -180,9 +186,10 @@ class Engine:
         sequence = self.submit(request)
         try:
             while True:
-                yield from sequence.pieces
-                sequence.pieces.clear()
+                while sequence.pieces:
+                    yield sequence.pieces.popleft()
                 if sequence.finish:
+                    sequence.check()
                     return
                 self.step()
         finally:
@@ -190,24 +197,29 @@ class Engine:
 
     def submit(self, request: Request) -> Sequence:
         """Wait for a row; `step` until its `finish` is set. Refused where memory is short."""
-        self.rows.reserve([request], len(self._running) + len(self._waiting))
         sequence = Sequence(request, self.tokenizer, self.config.context_length)
-        self._waiting.append(sequence)
+        with self._lock:
+            self.rows.reserve([request], len(self._running) + len(self._waiting))
+            self._waiting.append(sequence)
         return sequence
 
     def cancel(self, *sequences: Sequence) -> None:
         """Forget sequences that nobody waits for any more."""
         gone = {id(s) for s in sequences}
-        self._waiting = deque(s for s in self._waiting if id(s) not in gone)
-        for sequence in self._running:
-            if id(sequence) in gone:
-                self.rows.release(sequence)
-        self._running = [s for s in self._running if id(s) not in gone]
+        with self._lock:
+            self._waiting = deque(s for s in self._waiting if id(s) not in gone)
+            for sequence in self._running:
+                if id(sequence) in gone:
+                    self.rows.release(sequence)
+            self._running = [s for s in self._running if id(s) not in gone]
 
-    @torch.no_grad()
     def step(self) -> int:
         """Read what prompts there is room for, then give every running sequence its next token,
         or more. Returns how many tokens were made."""
+        with self._lock, exactly(self.network.device):
+            return self._step()
+
+    def _step(self) -> int:
         before = sum(s.made for s in (*self._running, *self._waiting))
         running = list(self._running)
         self._admit()
@@ -223,8 +235,14 @@ class Engine:
         """Prompts that begin like one that is just being read wait for it, and copy."""
         while self._waiting and self.rows.free:
             wave = self.rows.seat(self._waiting)
-            self._running.extend(wave)
-            self._read_prompts(wave)
+            try:
+                self._read_prompts(wave)
+            finally:  # what an interrupt has left unread is read another time
+                unread = [s for s in wave if s.computed < len(s.request.prompt) and not s.finish]
+                for sequence in reversed(unread):
+                    self.rows.unseat(sequence)
+                    self._waiting.appendleft(sequence)
+                self._running.extend(s for s in wave if s not in unread)
 
     def _read_prompts(self, wave: list[Sequence]) -> None:
         for extrapolation, group in by_extrapolation(wave):
@@ -301,6 +319,9 @@ def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels |
         return Kernels()
     except NoKernels as problem:
         require(layers == "auto", "layers", f"native ones: {problem}", "Use layers='torch'.")
+        if weights == "int8":
+            words = f"int8 saves memory but no time without the C++ layers: {problem}."
+            warnings.warn(words, stacklevel=3)
         return None
 
 

@@ -10,7 +10,8 @@ A Transformer is a network without a loop: its layers are all prelude.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -71,6 +72,14 @@ def joined(parts: Sequence[Given]) -> Given:
         torch.cat([part.coda_phases for part in parts]),
         join([part.coda_values for part in parts]),
     )
+
+
+@contextmanager
+def exactly(device: torch.device) -> Iterator[None]:
+    """Without gradient, and in the precision of the weights also where a caller trains in another:
+    autocast would round what is folded and cached."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +147,10 @@ class Loop:
         where that is not 0. None where only PyTorch can run this pass."""
         if not (isinstance(self.stack, NativeStack) and self.stack.takes(work)):
             return None
-        counts = torch.tensor([part.count for part in work.parts])
-        most = torch.tensor(limits).repeat_interleave(counts)
-        least = torch.tensor(thresholds, dtype=torch.float32).repeat_interleave(counts)
+        counts = torch.tensor([part.count for part in work.parts], device="cpu")
+        most = torch.tensor(limits, device="cpu").repeat_interleave(counts)
+        least = torch.tensor(thresholds, dtype=torch.float32, device="cpu")
+        least = least.repeat_interleave(counts)
         done, index = torch.empty_like(most), torch.empty_like(most)
         depth = DepthFields(*(x.data_ptr() for x in (most, least, done, index)))
         loops = range(1, max(limits) + 1)
@@ -165,11 +175,14 @@ class Loop:
 
 
 class Network:
-    @torch.no_grad()
     def __init__(
         self, model: LanguageModel, weights: Weights = "float32", kernels: Kernels | None = None
     ) -> None:
         """With `kernels`, passes of a few tokens go through the C++ layers."""
+        with exactly(model.device):
+            self._build(model, weights, kernels)
+
+    def _build(self, model: LanguageModel, weights: Weights, kernels: Kernels | None) -> None:
         config: ModelConfig = model.config
         matrices: list[Matrix] = []
 

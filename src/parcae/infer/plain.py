@@ -6,7 +6,7 @@ generate(model, tokenizer.encode("def "), new_tokens=64, depths=8, temperature=0
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -60,6 +60,8 @@ def generate(
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
+    several = isinstance(prompt, Iterable)
+    require(several, "prompt", f"{prompt!r} is not a list of ids", "Give one, or a text.")
     tokens = [_as_id(token) for token in prompt]
     require(
         len(tokens) > 0,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, SupportsIndex
 
@@ -14,7 +15,7 @@ from parcae.infer.plain import check_prompt
 from parcae.infer.sampling import Sampling
 
 Start = Literal["zero", "previous"]
-Finish = Literal["length", "context", "stop"]
+Finish = Literal["length", "context", "stop", "error"]
 LARGEST_DEPTH = 1024
 MOST_LOGPROBS = 100
 
@@ -109,6 +110,8 @@ class Request:
             fits = plan.loops == 1 and plan.exit is None
             require(fits, "loops", "a Transformer has no loop", "Leave out loops and exit.")
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        texts = all(isinstance(one, str) for one in stops)
+        require(texts, "stop", f"{stop!r} is not text", "Ids belong to stop_tokens.")
         require(all(stops), "stop", "a stop string is empty", "Leave it out.")
         if logprobs is not None:
             check_whole("logprobs", logprobs, 0, min(MOST_LOGPROBS, config.vocab_size))
@@ -118,17 +121,26 @@ class Request:
             plan=plan,
             sampling=sampling or Sampling(),
             seed=seed,
-            stop_tokens=frozenset(stop_tokens),
+            stop_tokens=_check_stop_tokens(stop_tokens, config.vocab_size),
             stop=stops,
             logprobs=logprobs,
         )
 
 
-def check_whole(key: str, value: object, least: float = -math.inf, most: float = math.inf) -> None:
+def _check_stop_tokens(tokens: object, vocab_size: int) -> frozenset[int]:
+    some = isinstance(tokens, Iterable)
+    require(some, "stop_tokens", f"{tokens!r} is not a list", "Give a list of ids.")
+    ids = [check_whole("stop_tokens", token, 0, vocab_size - 1) for token in tokens]  # type: ignore
+    return frozenset(ids)
+
+
+def check_whole(key: str, value: object, least: float = -math.inf, most: float = math.inf) -> int:
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     require(whole, key, f"{value!r} is not a whole number", "Give one, such as 8.")
     remedy = f"Use {least} to {most}." if most < math.inf else f"Use at least {least}."
-    require(least <= value <= most, key, f"{value} is out of range", remedy)  # type: ignore
+    number = operator.index(value)  # type: ignore[arg-type]
+    require(least <= number <= most, key, f"{number} is out of range", remedy)
+    return number
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class Rows:
             return
         loops, length = max(r.plan.loops for r in requests), self._length(requests)
         least = min(self.most, busy + len(requests))
-        kept = sum(held is not None for held in self._held) if self.reuse else 0
+        useful = self.reuse and self.cache.policy.is_exact_for(loops)
+        kept = sum(held is not None for held in self._held) if useful else 0
         rows = min(self.most, least + kept)
         if rows > self.cache.rows:  # by doubling, like the positions
             rows = min(self.most, max(rows, 2 * self.cache.rows))
@@ -50,7 +51,17 @@ class Rows:
         except ConfigError:
             if busy == 0:
                 self._forget()
-            self.cache.reserve(least, length, loops)
+            self._reserve_some(least, length, loops)
+
+    def _reserve_some(self, rows: int, length: int, loops: int) -> None:
+        """As many rows as there is memory for; the others wait."""
+        while True:
+            try:
+                return self.cache.reserve(rows, length, loops)
+            except ConfigError:
+                if rows <= max(1, self.cache.rows):
+                    raise
+                rows -= 1
 
     def _forget(self) -> None:
         """Give up what idle rows hold, and their memory."""
@@ -71,6 +82,11 @@ class Rows:
             wave.append(sequence)
         waiting.extendleft(reversed(later))
         return wave
+
+    def unseat(self, sequence: Sequence) -> None:
+        """Back to where it was before it had a row."""
+        self.release(sequence)
+        sequence.row, sequence.reused, sequence.computed = -1, 0, 0
 
     def release(self, sequence: Sequence) -> None:
         if self._seated.pop(sequence.row, None) is not None:

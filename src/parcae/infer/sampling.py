@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Real
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -43,11 +45,16 @@ class Sampling:
     """Above 1: positive logits of tokens seen are divided by it, negative ones multiplied."""
 
     def __post_init__(self) -> None:
+        for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, key)
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            missing = value is None and key in ("top_p", "min_p")
+            require(number or missing, key, f"{value!r} is not a number", "Give one, such as 0.9.")
         _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "Use 0 or more.")
         penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < penalty < math.inf, "Use 1 for none, or more.")
+        _check("repetition_penalty", penalty, 1e-3 <= penalty <= 1e3, "Use 1 for none, or more.")
         if self.top_k is not None:
-            whole = isinstance(self.top_k, int) and not isinstance(self.top_k, bool)
+            whole = isinstance(self.top_k, SupportsIndex) and not isinstance(self.top_k, bool)
             _check("top_k", self.top_k, whole and self.top_k >= 1, "Use a whole number from 1 on.")
         if self.top_p is not None:
             _check("top_p", self.top_p, 0 < self.top_p <= 1, "Use more than 0 and at most 1.")

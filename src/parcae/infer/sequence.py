@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Completion, Finish, Piece, Request, TokenLogprob
-from parcae.infer.sampling import pick
+from parcae.infer.sampling import BrokenLogits, pick
 from parcae.infer.text import TextStream
 
 
@@ -22,9 +24,11 @@ class Sequence:
         self.loops: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
+        self.error: BrokenLogits | None = None
+        """Why it ended, where the model had nothing to say; others go on."""
         self.state: Tensor | None = None
         """Where the last token's loop ended [d_h], for starts that want it."""
-        self.pieces: list[Piece] = []
+        self.pieces: deque[Piece] = deque()
         """Not yet handed to whoever streams."""
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
         self._text: list[str] = []
@@ -44,10 +48,20 @@ class Sequence:
         request, seen = self.request, self.tokens
         if ahead:
             seen = [*self.tokens, *ahead]
-        return pick(logits, request.sampling, request.seed, len(seen), seen)
+        try:
+            return pick(logits, request.sampling, request.seed, len(seen), seen)
+        except BrokenLogits as error:
+            self.error, self.finish = error, "error"
+            return 0
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def accept(self, token: int, loops: int, logits: Tensor) -> None:
         """One more token, predicted from all there were; it may be the last."""
+        if self.error is not None:
+            return
         self.computed = len(self.tokens)
         if token in self.request.stop_tokens:
             self._end("stop", None, loops)
@@ -78,6 +92,7 @@ class Sequence:
         self.pieces.append(Piece(token, text, loops, self.completion()))
 
     def completion(self) -> Completion:
+        self.check()
         assert self.finish is not None
         return Completion(
             tokens=tuple(self.tokens[len(self.request.prompt) :]),

@@ -94,6 +94,8 @@ def _by_sequence(
 
 def _verify(sequence: Sequence, draft: list[int], logits: Tensor) -> None:
     """Take tokens at full depth for as long as the draft has foreseen them, and the one after."""
+    if sequence.finish:  # nothing could be drawn already while drafting
+        return
     sequence.drafted += len(draft)
     for step in range(len(draft) + 1):
         token = sequence.choose(logits[step])

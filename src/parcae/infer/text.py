@@ -19,7 +19,10 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
         self._bytes = tokenizer.token_bytes
+        self._ids: list[int] = []
+        self._spelled = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held = ""
@@ -27,9 +30,20 @@ class TextStream:
         """A stop string has appeared; everything from its first letter on is dropped."""
 
     def push(self, token: int) -> str:
+        if not self._tokenizer.is_byte_level:
+            return self._release(self._decode_again(token))
         # A model's vocabulary may have room that its tokenizer does not use.
         spelled = self._bytes[token] if token < len(self._bytes) else b""
         return self._release(self._decoder.decode(spelled))
+
+    def _decode_again(self, token: int) -> str:
+        """What a token adds, where tokens do not spell bytes one by one."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        new, self._spelled = text[self._spelled :], len(text)
+        return new
 
     def finish(self) -> str:
         text = self._release(self._decoder.decode(b"", final=True))

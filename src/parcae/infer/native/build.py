@@ -26,23 +26,31 @@ class NoKernels(RuntimeError):
     """Why the C++ layers cannot be had here."""
 
 
-@cache
 def library() -> ctypes.CDLL:
     """Built if need be, and loaded. The same object, or the same error, from then on."""
-    problem = _problem()
-    if problem is not None:
-        raise NoKernels(problem)
-    try:
-        return ctypes.CDLL(str(_built()))
-    except OSError as error:
-        raise NoKernels(f"the compiled layers cannot be loaded ({error})") from None
+    found = _library()
+    if isinstance(found, NoKernels):
+        raise found
+    return found
 
 
 @cache
-def _problem() -> str | None:
+def _library() -> ctypes.CDLL | NoKernels:
     if os.environ.get("PARCAE_NATIVE", "1") == "0":
-        return "PARCAE_NATIVE=0 turns them off"
-    return None if _compiler() else "there is no C++ compiler (set CXX, or install g++)"
+        return NoKernels("PARCAE_NATIVE=0 turns them off")
+    if _compiler() is None:
+        return NoKernels("there is no C++ compiler (set CXX, or install g++)")
+    try:
+        path = _built()
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged, or for another machine
+            path.unlink(missing_ok=True)
+            return ctypes.CDLL(str(_built()))
+    except NoKernels as problem:
+        return problem
+    except (OSError, RuntimeError) as error:
+        return NoKernels(f"the library cannot be kept in the cache folder ({error})")
 
 
 def _compiler() -> str | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from parcae.infer.native.build import library
 
+WORTH_SHARING = 1 << 18
+"""Products of a matrix and tokens that are fewer are done before a second thread has started."""
 MOST_TOKENS = 32
 """Beyond so many tokens in a pass the large products of PyTorch are faster."""
 
@@ -103,19 +105,20 @@ class Kernels:
         """x W^T, or residual + x W^T."""
         x = x.contiguous()
         y = x.new_empty(len(x), matrix.out) if residual is None else residual.clone()
+        alone = matrix.out * matrix.in_ * len(x) < WORTH_SHARING
         self._multiply(
             byref(matrix),
             x.data_ptr(),
             len(x),
             y.data_ptr(),
             residual is not None,
-            torch.get_num_threads(),
+            1 if alone else torch.get_num_threads(),
         )
         return y
 
     def scratch(self, layers: Any, count: int, tokens: int, context: int) -> Tensor:
         size = self._scratch(layers, count, tokens, context, torch.get_num_threads())
-        return torch.empty(size)
+        return torch.empty(size, dtype=torch.float32, device="cpu")
 
     def layers(
         self,

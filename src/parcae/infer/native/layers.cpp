@@ -5,10 +5,12 @@
 // barrier where one step needs all of the step before. Several tokens share the reading: a row of
 // weights is multiplied with all of them while it is in registers.
 
+#include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <algorithm>
+#include <thread>
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -89,12 +91,29 @@ struct Mix {  // A_bar: a diagonal, a matrix, or, where both are null, 1
 
 namespace {
 
+// Threads wait for each other hundreds of times a token, mostly for microseconds. So they look out
+// for the last one first; but where it has no core to run on, they make room for it.
+class Barrier {
+    std::atomic<int> arrived{0}, round{0};
+
+  public:
+    void meet(int size) {
+        int mine = round.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(mine + 1, std::memory_order_release);
+            return;
+        }
+        for (int looks = 0; round.load(std::memory_order_acquire) == mine; looks++)
+            if (looks > 4000) std::this_thread::yield();
+    }
+};
+
 struct Team {
     int rank, size;
+    Barrier* barrier;
     void meet() const {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
+        if (size > 1) barrier->meet(size);
     }
     // This thread's share of n things, in runs of `grain`.
     void share(int64_t n, int64_t grain, int64_t& begin, int64_t& end) const {
@@ -375,11 +394,12 @@ struct Room {  // the largest of what the layers need for a token
 // The same function for every thread of a team.
 template <typename Function>
 void together(int64_t threads, Function function) {
+    Barrier barrier;
 #ifdef _OPENMP
 #pragma omp parallel num_threads(threads)
-    function(Team{omp_get_thread_num(), omp_get_num_threads()});
+    function(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
 #else
-    function(Team{0, 1});
+    function(Team{0, 1, &barrier});
 #endif
 }
 

@@ -26,7 +26,7 @@ class NativeStack(Stack):
         super().__init__(layers)
         self.kernels, self.context = kernels, context
         self._fields = (LayerFields * max(1, len(layers)))(*map(_fields, layers))
-        self._scratch: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[int, int], Tensor] = {}
 
     def __call__(
         self,
@@ -83,11 +83,11 @@ class NativeStack(Stack):
 
     def _room(self, tokens: int) -> Tensor:
         """Scratch for a pass; kept, as every loop wants the same."""
-        if tokens not in self._scratch:
+        key = (tokens, torch.get_num_threads())
+        if key not in self._scratch:
             count = len(self.layers)
-            made = self.kernels.scratch(self._fields, count, tokens, self.context)
-            self._scratch[tokens] = made
-        return self._scratch[tokens]
+            self._scratch[key] = self.kernels.scratch(self._fields, count, tokens, self.context)
+        return self._scratch[key]
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array:
