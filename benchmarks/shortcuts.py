@@ -190,11 +190,8 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         axes[0].set(
             title="Stopping early",
             xlabel="loops a token, on average",
-            ylabel="more loss, %",
-            yscale="symlog",
-            ylim=(-0.5, None),
+            ylabel="more loss than full depth, %",
         )
-        axes[0].set_yscale("symlog", linthresh=0.5)
         axes[0].legend()
         for way in dict.fromkeys(x["way"] for x in result["depth"]):
             points = [x for x in result["depth"] if x["way"] == way]
@@ -210,7 +207,6 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         axes[2].set(
             title="Loops that share a slot", xlabel="KiB of cache a token", ylabel="more loss, %"
         )
-        axes[2].set_yscale("symlog", linthresh=0.1)
         return draw.save(canvas, path)
 
 

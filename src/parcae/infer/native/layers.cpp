@@ -24,6 +24,7 @@ typedef float Floats __attribute__((vector_size(64), aligned(4)));
 typedef float Half __attribute__((vector_size(32)));
 typedef float Quarter __attribute__((vector_size(16)));
 constexpr int LANES = 16;
+constexpr int64_t BLOCK = 1 << 18;  // bytes of weights that are used again at once
 
 Floats load(const float* p) { return *reinterpret_cast<const Floats*>(p); }
 
@@ -156,17 +157,30 @@ inline void some_rows(const Matrix& a, int64_t row, const float* x, int64_t x_st
     }
 }
 
-template <typename T, int R, typename Put>
-inline void all_tokens(const Matrix& a, int64_t row, const float* x, int64_t x_stride,
-                       int64_t tokens, Put put) {
-    int64_t t = 0;
-    for (; t + 6 <= tokens; t += 6) some_rows<T, R, 6>(a, row, x, x_stride, t, put);
-    switch (tokens - t) {
-        case 5: some_rows<T, R, 5>(a, row, x, x_stride, t, put); break;
-        case 4: some_rows<T, R, 4>(a, row, x, x_stride, t, put); break;
-        case 3: some_rows<T, R, 3>(a, row, x, x_stride, t, put); break;
-        case 2: some_rows<T, R, 2>(a, row, x, x_stride, t, put); break;
-        case 1: some_rows<T, R, 1>(a, row, x, x_stride, t, put); break;
+template <typename T, int M, typename Put>
+inline void some_tokens(const Matrix& a, int64_t row, int64_t end, const float* x,
+                        int64_t x_stride, int64_t token, Put put) {
+    for (; row + 4 <= end; row += 4) some_rows<T, 4, M>(a, row, x, x_stride, token, put);
+    for (; row < end; row++) some_rows<T, 1, M>(a, row, x, x_stride, token, put);
+}
+
+// Tokens in groups of six, whose sums fill the registers. Rows of weights in blocks that stay in the
+// cache until every group has met them, while a group's inputs stay in the first one.
+template <typename T, typename Put>
+void all_tokens(const Team& team, const Matrix& a, const float* x, int64_t x_stride,
+                int64_t tokens, Put put) {
+    int64_t begin, end, block = std::max<int64_t>(4, BLOCK / (a.in * sizeof(T)) / 4 * 4);
+    team.share(a.out, 4, begin, end);
+    for (int64_t row = begin; row < end; row += block) {
+        int64_t last = std::min(end, row + block), t = 0;
+        for (; t + 6 <= tokens; t += 6) some_tokens<T, 6>(a, row, last, x, x_stride, t, put);
+        switch (tokens - t) {
+            case 5: some_tokens<T, 5>(a, row, last, x, x_stride, t, put); break;
+            case 4: some_tokens<T, 4>(a, row, last, x, x_stride, t, put); break;
+            case 3: some_tokens<T, 3>(a, row, last, x, x_stride, t, put); break;
+            case 2: some_tokens<T, 2>(a, row, last, x, x_stride, t, put); break;
+            case 1: some_tokens<T, 1>(a, row, last, x, x_stride, t, put); break;
+        }
     }
 }
 
@@ -174,14 +188,8 @@ inline void all_tokens(const Matrix& a, int64_t row, const float* x, int64_t x_s
 template <typename Put>
 void multiply(const Team& team, const Matrix& a, const float* x, int64_t x_stride, int64_t tokens,
               Put put) {
-    int64_t row, end;
-    team.share(a.out, 4, row, end);
-    for (; row + 4 <= end; row += 4)
-        a.scale ? all_tokens<int8_t, 4>(a, row, x, x_stride, tokens, put)
-                : all_tokens<float, 4>(a, row, x, x_stride, tokens, put);
-    for (; row < end; row++)
-        a.scale ? all_tokens<int8_t, 1>(a, row, x, x_stride, tokens, put)
-                : all_tokens<float, 1>(a, row, x, x_stride, tokens, put);
+    a.scale ? all_tokens<int8_t>(team, a, x, x_stride, tokens, put)
+            : all_tokens<float>(team, a, x, x_stride, tokens, put);
 }
 
 float dot(const float* a, const float* b, int64_t n) {
