@@ -39,15 +39,14 @@ class Work:
     @cached_property
     def positions(self) -> Tensor:
         """[N]"""
-        spans = [torch.arange(part.first, part.end) for part in self.parts]
-        return torch.cat(spans).to(self.device)
+        places = [place for part in self.parts for place in range(part.first, part.end)]
+        return torch.tensor(places, device=self.device)
 
     @cached_property
     def rows(self) -> Tensor:
         """[N]"""
-        counts = torch.tensor([part.count for part in self.parts])
-        rows = torch.tensor([part.row for part in self.parts])
-        return rows.repeat_interleave(counts).to(self.device)
+        rows = [part.row for part in self.parts for _ in range(part.count)]
+        return torch.tensor(rows, device=self.device)
 
     @cached_property
     def last_tokens(self) -> list[int]:
