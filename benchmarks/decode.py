@@ -90,7 +90,7 @@ class Transformers:
     NEW = 8
 
     def __init__(self, config, loops: int, context: int) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel
+        from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore
 
         layers = config.prelude_layers + loops * config.core_layers + config.coda_layers
         shape = GPT2Config(
