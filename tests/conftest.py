@@ -65,3 +65,13 @@ def randomised(config: ModelConfig, seed: int = 0) -> LanguageModel:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread_for_tiny_models(request):
+    """Where models are decoded token by token, threads would only wait for each other."""
+    before = torch.get_num_threads()
+    if request.path.parent.name == "infer":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
