@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from parcae.config import ConfigError
 from parcae.data import shards as module
-from parcae.data.shards import FORMAT, HEAD, Shards, plain_record, shard_writer
+from parcae.data.shards import (
+    FORMAT,
+    HEAD,
+    Shards,
+    plain_record,
+    read_manifest,
+    shard_writer,
+)
 from parcae.data.tokenizer import train
 from parcae.files import FileError, write_sealed
 
@@ -217,3 +224,8 @@ def test_an_error_of_the_caller_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"^source\.txt: not UTF-8$"):  # not dressed as our own
         fail_halfway()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileError, match="no such folder"):
+        read_manifest(tmp_path / "nothing")

@@ -101,6 +101,12 @@ def _explain(
     ]
     columns = ("loops T", "held-out loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
     console.out.print(console.table("The same weights at several depths", columns, rows))
+    if not profile.gains:
+        console.out.print(
+            f"Loops do not lower the loss yet: {result['steps']} steps are too few. If the machine "
+            "was busy, `parcae demo --again` trains anew.\n",
+            soft_wrap=True,
+        )
     prompt = result["samples"][0]["prompt"] if result["samples"] else ""
     for sample in result["samples"]:
         if sample["prompt"] == prompt and sample["depth"] in SHOWN_DEPTHS:

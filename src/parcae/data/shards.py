@@ -218,6 +218,8 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     with reading(folder):
         is_file, finished = folder.is_file(), (folder / MANIFEST).exists()
+        if not folder.exists():
+            raise FileError(f"{folder}: no such folder. Make one with `parcae data prepare`.")
     if is_file:
         raise FileError(f"{folder}: a file. Name a folder made by `parcae data prepare`.")
     if not finished:

@@ -30,6 +30,11 @@ class Profile:
     residual: list[float]
     state_norm: list[float]
 
+    @property
+    def gains(self) -> bool:
+        """Whether loops lower the loss, which takes some training."""
+        return min(self.loss[1:]) < self.loss[0]
+
 
 @torch.no_grad()
 def measure(model: LoopedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> Profile:
@@ -69,9 +74,8 @@ def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
         left.axvline(mean_loops, color="#999999", linestyle=":", linewidth=1.2)
         words = f"mean in training: {mean_loops:g}"
         left.text(mean_loops + 0.2, max(profile.loss), words, va="top", fontsize=8.5)
-        left.set(
-            title="Held-out loss falls, then saturates", xlabel="loops T", ylabel="nats per token"
-        )
+        words = "falls, then saturates" if profile.gains else "does not fall: train longer"
+        left.set(title=f"Held-out loss {words}", xlabel="loops T", ylabel="nats per token")
 
         middle.plot(DEPTHS, profile.residual, marker="o", label=r"$\|h_T - h_{T-1}\|$")
         middle.plot(DEPTHS, profile.state_norm, marker="o", label=r"$\|h_T\|$")

@@ -71,7 +71,8 @@ def _deepen_in_one_call(
     """Where the C++ layers can tell by themselves when a token stops."""
     shorter = [rule.most_loops(t) if rule else t for rule, t in zip(rules, limits, strict=True)]
     thresholds = [rule.least_change if rule else 0.0 for rule in rules]
-    ended = network.loop_each(h, given, work, cache, shorter, thresholds)
+    body = network.loop_body
+    ended = body and body.run_each(h, given, work, cache, shorter, thresholds)
     if ended is None:
         return None
     state, loops = ended

@@ -261,20 +261,6 @@ class Network:
             return given.drive
         return self.loop_body.run(h, given, work, cache, loops)
 
-    def loop_each(
-        self,
-        h: Tensor,
-        given: Given,
-        work: Work,
-        cache: Cache,
-        limits: Sequence[int],
-        thresholds: Sequence[float],
-    ) -> tuple[Tensor, list[int]] | None:
-        """See `Loop.run_each`."""
-        if self.loop_body is None:
-            return None
-        return self.loop_body.run_each(h, given, work, cache, limits, thresholds)
-
     def read(self, h: Tensor, given: Given, work: Work, cache: Cache) -> Tensor:
         """What the head reads: normed, [N, d_e]."""
         x = h if self.readout is None else self.readout(h)

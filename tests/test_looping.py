@@ -1,0 +1,24 @@
+"""The picture of the demo says what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from parcae.experiments import looping
+
+
+@pytest.mark.parametrize(
+    ("last", "words"), [(2.5, "falls, then saturates"), (3.5, "does not fall: train longer")]
+)
+def test_the_title_follows_the_curve(last, words, tmp_path, monkeypatch):
+    titles = []
+
+    def seen(canvas, path):
+        titles.extend(axes.get_title(loc="left") for axes in canvas.axes)
+        return path
+
+    monkeypatch.setattr(looping.draw, "save", seen)
+    depths = len(looping.DEPTHS)
+    profile = looping.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
+    looping.picture(profile, 8, tmp_path / "picture.png")
+    assert f"Held-out loss {words}" in titles
