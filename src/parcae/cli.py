@@ -29,6 +29,7 @@ COMMANDS = (
     "report",
     "generate",
     "depth",
+    "eval",
 )
 
 

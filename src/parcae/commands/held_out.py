@@ -1,0 +1,74 @@
+"""The suite `val`: a run's own held-out rows, or the texts of a file for a model without a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import islice
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from parcae.config import ConfigError
+from parcae.data.corpus import find_files, read_documents
+from parcae.data.readers import Reading
+from parcae.evaluate.job import DataFile
+from parcae.evaluate.loss import losses_by_depth
+from parcae.evaluate.ours import LoopedScorer
+from parcae.evaluate.rolling import RunningText
+from parcae.evaluate.scoring import Scorer
+from parcae.evaluate.suites import TextSuite
+from parcae.files import FileError
+from parcae.infer.checkpoint import CHECKPOINTS
+from parcae.train.corpora import open_corpora
+from parcae.train.folder import RECIPE_FILE, read_recipe
+
+BATCH_ROWS = 8
+REMEDY = "Name a file of held-out texts by --val-data."
+
+
+def measure_held_out(checkpoint: str, limit: int | None, scorer: Scorer) -> dict[str, Any]:
+    """As training validates: the rows that the run's recipe holds out, or the first `limit`."""
+    run = _run_of(Path(checkpoint))
+    if run is None or not isinstance(scorer, LoopedScorer):
+        raise ConfigError(f"val: {checkpoint} is not a run, so nothing was held out. {REMEDY}")
+    recipe = read_recipe(run)
+    if limit is not None:
+        recipe = replace(recipe, run=replace(recipe.run, validation_rows=limit))
+    corpora = open_corpora(recipe, run)
+    if not corpora.can_validate(recipe):
+        raise FileError(f"{run}: its data holds out less than one row. {REMEDY}")
+    measured = losses_by_depth(
+        scorer.model,
+        corpora.validation(recipe, BATCH_ROWS),
+        scorer.depths,
+        corpora.bytes_of_token(),
+    )
+    return {
+        "rows": recipe.run.validation_rows,
+        "by_loops": {
+            str(depth): {name: _plain(value) for name, value in asdict(found).items()}
+            for depth, found in measured.items()
+        },
+    }
+
+
+def open_held_out(path: str, limit: int | None, scorer: Scorer) -> TextSuite:
+    """Every document of a file, or the first `limit`, window by window."""
+    files = find_files([path])
+    if len(files) != 1:
+        raise ConfigError(f"val-data: {path} is {len(files)} files. Name one.")
+    texts = [one.text for one in islice(read_documents(files, Reading()), limit)]
+    source = DataFile(files[0].path, "held out")
+    return TextSuite(RunningText("val", texts, texts, source, scorer))
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run that a run's folder, or one of its checkpoints, belongs to."""
+    places = [path]
+    if path.absolute().parent.name == CHECKPOINTS:
+        places.append(path.absolute().parent.parent)
+    return next((place for place in places if (place / RECIPE_FILE).exists()), None)
+
+
+def _plain(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
