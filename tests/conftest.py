@@ -12,6 +12,8 @@ from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
 from parcae.model.frame import LanguageModel
 
+pytest_plugins = ["evaluation_fixtures"]
+
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 

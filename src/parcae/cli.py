@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from parcae.commands import lm_eval
 from parcae.config import ConfigError
 from parcae.files import FileError
 
@@ -30,6 +31,7 @@ COMMANDS = (
     "generate",
     "depth",
     "eval",
+    "lm_eval",
 )
 
 
@@ -45,7 +47,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words, settings = split_settings(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == [lm_eval.NAME]:
+        return lm_eval.pass_on(argv[1:])
+    words, settings = split_settings(argv)
     arguments, unknown = parser().parse_known_args(words)
     settings = [*unknown, *settings]
     takes_settings = getattr(arguments, "takes_settings", False)

@@ -14,7 +14,7 @@ from parcae.evaluate.branches import Branches, Bundle, Scratch, bundles
 from parcae.evaluate.prompts import Prompt
 from parcae.evaluate.scoring import Answer, read_predictions
 from parcae.infer.network import Given, Network, exactly
-from parcae.model.depth import check_depth
+from parcae.infer.request import check_whole
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
@@ -42,7 +42,7 @@ class LoopedScorer:
         self.network = Network(model)
         self.is_looped = isinstance(model, LoopedModel)
         wanted = depths or (model.config.loop.nominal_loops,)
-        self.depths = tuple(sorted({check_depth(depth) for depth in wanted}))
+        self.depths = tuple(sorted({check_whole("loops", depth, 1) for depth in wanted}))
         if not self.is_looped:
             self.depths = (1,)
         size = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from parcae.config import require
 from parcae.evaluate.job import DataFile, Record, mean, standard_error, sums
-from parcae.evaluate.prompts import Encode, Prompt, Span, cut_left
+from parcae.evaluate.prompts import Prompt, Span, cut_left
 from parcae.evaluate.scoring import Answer, Scorer
 
 
@@ -34,15 +34,16 @@ def windows(tokens: Sequence[int], prefix: int, context: int) -> Iterator[Window
         yield Window(tuple(tokens[end - context - 1 : end]), end - start)
 
 
-def pair(context: str, continuation: str, encode: Encode, bos: int | None, most: int) -> Prompt:
-    """What is scored of `continuation` after `context`; both are encoded as one text, spaces at the
-    context's end counting as the continuation's."""
+def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:
+    """What is scored of each text after `context`. Both are encoded as one, spaces at the context's
+    end counting as the text's; the model never reads the last token, so one more fits."""
     kept = context.rstrip()
-    continuation = context[len(kept) :] + continuation
-    begin = [] if bos is None else [bos]
-    before, whole = begin + encode(kept), begin + encode(kept + continuation)
-    start = min(len(before), len(whole) - 1)
-    return cut_left([whole], [Span(start, len(whole))], most + 1)
+    spaces = context[len(kept) :]
+    begin = [] if scorer.bos is None else [scorer.bos]
+    start = len(begin) + len(scorer.encode(kept))
+    whole = [begin + scorer.encode(kept + spaces + text) for text in texts]
+    spans = [Span(max(min(start, len(one) - 1), 1), len(one)) for one in whole]
+    return cut_left(whole, spans, scorer.context_length + 1)
 
 
 class Passages:
@@ -58,8 +59,7 @@ class Passages:
 
     def prompt(self, index: int, scorer: Scorer) -> Prompt:
         context, word = self.passages[index]
-        limit = scorer.context_length
-        return pair(context, f" {word}", scorer.encode, scorer.bos, limit)
+        return continuations(context, [f" {word}"], scorer)
 
     def record(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record:
         (answer,) = answers

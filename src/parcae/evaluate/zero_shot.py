@@ -21,7 +21,7 @@ from parcae.evaluate.job import (
     sums,
 )
 from parcae.evaluate.prompts import Prompt
-from parcae.evaluate.rolling import pair
+from parcae.evaluate.rolling import continuations
 from parcae.evaluate.scoring import Answer, Scorer
 from parcae.evaluate.tasks import find
 
@@ -144,12 +144,7 @@ class ZeroShot:
 
     def prompt(self, index: int, scorer: Scorer) -> Prompt:
         context, choices, _ = self.questions[index]
-        limit = scorer.context_length
-        found = [pair(context, f" {one}", scorer.encode, scorer.bos, limit) for one in choices]
-        sequences, spans, lengths = zip(
-            *((one.sequences[0], one.spans[0], one.lengths[0]) for one in found), strict=True
-        )
-        return Prompt(sequences, spans, lengths)
+        return continuations(context, [f" {choice}" for choice in choices], scorer)
 
     def record(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record:
         _, choices, gold = self.questions[index]

@@ -1,0 +1,83 @@
+"""Models of Hugging Face's library in the same table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parcae import cli
+from parcae.evaluate.foreign import ForeignScorer
+from parcae.evaluate.opening import is_foreign, open_scorer
+from parcae.evaluate.prompts import Span, cut_left
+from parcae.evaluate.rolling import continuations
+from parcae.evaluate.scoring import score_all
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def folder(request, small_tokenizer, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    kind = transformers.GPT2Config if request.param == "gpt2" else transformers.LlamaConfig
+    names = {
+        "gpt2": {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "llama": {
+            "max_position_embeddings": 48,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+    }[request.param]
+    config = kind(vocab_size=small_tokenizer.vocab_size, bos_token_id=0, eos_token_id=1, **names)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    out = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(out)
+    path = out / "plain.json"
+    small_tokenizer.save(path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token="<|bos|>", eos_token="<|eos|>"
+    ).save_pretrained(out)
+    return out
+
+
+def test_every_sequence_as_alone(folder: Path):
+    scorer = ForeignScorer.open(str(folder), batch_tokens=70)
+    assert scorer.context_length == 48
+    prompts = [
+        continuations("the cat sat on a mat", [" and saw", " one dog run"], scorer),
+        continuations("one dog", [" run far"], scorer),
+        cut_left([scorer.encode("rain in light " * 40)], [Span(100, 110)], 48),
+    ]
+    for prompt, answers in zip(prompts, score_all(scorer, prompts), strict=True):
+        for tokens, span, answer in zip(prompt.sequences, prompt.spans, answers, strict=True):
+            with torch.no_grad():
+                logits = scorer.model(torch.tensor([tokens[:48]])).logits[0]
+            logits = logits[span.start - 1 : span.end - 1].float()
+            wanted = torch.tensor(tokens[span.start : span.end])
+            nats = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+            assert torch.allclose(answer.nats[0].float(), nats, atol=1e-5)
+
+
+def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
+    assert is_foreign(folder)
+    words = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert not result["looped"]
+    assert result["suites"]["core"]["tasks_scored"] == 4
+
+
+def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["eval", "nobody/nothing", "--out", str(tmp_path)]) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
+    assert not is_foreign(tmp_path)
+
+
+def test_loops_are_refused_without_a_loop(folder: Path):
+    with pytest.raises(ValueError, match="no loop"):
+        open_scorer(folder, [8])

@@ -1,0 +1,155 @@
+"""Windows, detokenised WikiText and log-likelihoods as lm-evaluation-harness has them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parcae import cli
+from parcae.evaluate.rolling import continuations, windows
+from parcae.evaluate.scoring import score_all
+from parcae.evaluate.texts import articles, as_written, read_wikitext
+
+lm_eval_utils = pytest.importorskip("lm_eval.utils", reason="the extra eval is not installed")
+
+
+@given(st.integers(0, 40), st.integers(1, 12))
+def test_windows_are_the_harness_ones(count, context):
+    tokens = list(range(100, 100 + count))
+    rolled = lm_eval_utils.get_rolling_token_windows(tokens, 7, context, 1)
+    want = [lm_eval_utils.make_disjoint_window(pair) for pair in rolled]
+    found = list(windows(tokens, 7, context))
+    assert [(list(w.tokens[: -w.scored]), list(w.tokens[-w.scored :])) for w in found] == want
+    assert [t for w in found for t in w.tokens[-w.scored :]] == tokens
+
+
+def test_wikitext_is_cut_and_written_as_in_the_harness(shared_data: Path):
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    found = read_wikitext(shared_data / "data/corpora/wikitext2_raw/wiki.test.raw.gz")
+    assert len(found) == 62  # documents in the test split of the harness's data set
+    for article in found:
+        assert as_written(article) == wikitext_detokenizer({"page": article})
+
+
+def test_subtitles_begin_no_article():
+    text = " \n = A = \n one \n = = B = = \n two \n = C = \n three"
+    assert [part.split()[1] for part in articles(text)] == ["A", "C"]
+
+
+def ask(*requests):
+    return [SimpleNamespace(args=one) for one in requests]
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint):
+    from parcae.evaluate.harness import ParcaeLM
+
+    return ParcaeLM(str(checkpoint), loops=2, batch_tokens=128)
+
+
+def test_loglikelihoods_do_not_depend_on_who_shares_the_batch(adapter):
+    requests = ask(
+        ("the cat", " sat on"),
+        ("the cat", " run"),
+        ("", "one dog"),
+        ("in light ", "rain"),
+        ("the cat sat on a mat " * 12, " and saw"),
+        ("the cat", " sat on"),
+    )
+    together = adapter.loglikelihood(requests)
+    alone = [adapter.loglikelihood([request])[0] for request in requests]
+    for (a, greedy), (b, also) in zip(together, alone, strict=True):
+        assert a == pytest.approx(b, abs=1e-4)
+        assert greedy == also
+    assert together[0] == together[-1]
+    assert all(value < 0 for value, _ in together)
+
+
+def test_a_whole_text_is_the_sum_of_its_parts(adapter, scorer):
+    text = "the cat sat on a mat and saw that one dog run far away"
+    (whole,) = adapter.loglikelihood_rolling(ask((text,)))
+    (first, _), (rest, _) = adapter.loglikelihood(
+        ask(("", "the cat sat"), ("the cat sat", text.removeprefix("the cat sat")))
+    )
+    assert whole == pytest.approx(first + rest, abs=1e-4)
+    long = " ".join([text] * 9)
+    assert len(scorer.encode(long)) > 64
+    assert adapter.loglikelihood_rolling(ask((long,)))[0] < whole
+
+
+def test_generated_text_ends_before_its_stop(adapter):
+    (text,) = adapter.generate_until(ask(("the cat", {"until": ["\n"], "max_gen_toks": 12})))
+    assert "\n" not in text
+    again = adapter.generate_until(
+        ask(
+            ("the cat", {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}),
+            ("dog " * 200, {"until": [], "max_gen_toks": 4}),
+        )
+    )
+    assert again[0] == text
+
+
+def test_lambada_is_scored_after_bos(scorer, adapter):
+    prompt = continuations("the cat sat on", [" a"], scorer)
+    ((answer,),) = score_all(scorer, [prompt])
+    ((value, _),) = adapter.loglikelihood(ask(("the cat sat on", " a")))
+    assert -answer.nats[1].sum().item() == pytest.approx(value, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monkeypatch, capsys):
+    """Offline, through its own command, and to the same log-likelihoods."""
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    data = task_folder / "commonsense_reasoning/copa.jsonl"
+    (tmp_path / "copa.yaml").write_text(
+        "task: local_copa\n"
+        "dataset_path: json\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {data}\n"
+        "test_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "{{query}}"\ndoc_to_choice: "{{choices}}"\ndoc_to_target: gold\n'
+        "metric_list:\n  - metric: acc\n"
+    )
+    (tmp_path / "rolling.yaml").write_text(
+        "task: local_text\n"
+        "dataset_path: json\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {data}\n"
+        "test_split: test\noutput_type: loglikelihood_rolling\n"
+        'doc_to_text: ""\ndoc_to_target: "{{query}}"\n'
+        "metric_list:\n  - metric: word_perplexity\n"
+    )
+    path = str(checkpoint)
+    words = f"lm-eval run --model parcae --model_args path={path},loops=2 --log_samples"
+    words += (
+        f" --tasks local_copa,local_text --include_path {tmp_path} --output_path {tmp_path}/out"
+    )
+    code = cli.main(words.split())
+    assert code == 0
+    (results,) = (tmp_path / "out").rglob("results_*.json")
+    told = json.loads(results.read_text())["results"]
+    (samples,) = (tmp_path / "out").rglob("samples_local_copa_*.jsonl")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert len(rows) == 12
+
+    from parcae.evaluate.opening import open_scorer
+
+    ours = open_scorer(checkpoint, [2])
+    right = 0.0
+    for row in rows:
+        doc = row["doc"]
+        prompt = continuations(doc["query"], [f" {one}" for one in doc["choices"]], ours)
+        (answers,) = score_all(ours, [prompt])
+        logs = [-answer.nats[0].sum().item() for answer in answers]
+        theirs = [float(response[0][0]) for response in row["resps"]]
+        assert theirs == pytest.approx(logs, abs=1e-4)
+        right += logs.index(max(logs)) == doc["gold"]
+    assert told["local_copa"]["acc,none"] == pytest.approx(right / 12)
+    assert math.isfinite(told["local_text"]["word_perplexity,none"])
