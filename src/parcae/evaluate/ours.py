@@ -19,7 +19,8 @@ from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
 
-BATCH_TOKENS = {"cpu": 4096}
+BATCH_TOKENS = {"cpu": 1024}
+"""What one pass of a layer makes of them stays in a core's cache."""
 BATCH_TOKENS_ON_DEVICE = 32_768
 
 
