@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from parcae import cli
 from parcae.files import exclusive
-from parcae.recipe import merge, write_toml
+from parcae.recipe import merge, parse_flags, write_toml
 from parcae.train.settings import plain_recipe
 from parcae.train.trainer import Run, train
 from train import runs
@@ -75,8 +76,17 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_recipes(changes, message, write, fails, tmp_path):
-    assert message in fails(write(**changes), "--out", tmp_path / "run")
+    recipe = write(**changes)
+    assert f"{recipe}: {message}" in fails(recipe, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_how_a_list_is_written(write, fails, text, tmp_path):
+    """What the error says, works."""
+    error = fails(write(), "--data.sources", text, "--out", tmp_path / "run")
+    flag = re.search(r"--data\.sources '(.*)'\.", error)
+    assert flag, error
+    assert parse_flags(["--data.sources", flag[1]]) == {"data": {"sources": [str(text)]}}
 
 
 @pytest.mark.parametrize("budget", [{"minutes": float("nan")}, {"flops": float("inf")}])
@@ -95,9 +105,11 @@ def test_a_cool_down_in_steps_by_the_clock(fails, tmp_path, text):
 
 
 def test_what_to_train(fails, tmp_path, write):
-    assert "give a recipe" in fails()
+    assert "Give a recipe" in fails()
     assert "no such recipe" in fails(tmp_path / "none.toml")
-    assert "give a recipe" in fails(write(), "--resume", tmp_path)
+    error = fails(write(), "--resume", tmp_path)
+    assert "not both" in error
+    assert "Give a recipe" in error
     assert "Leave --out away" in fails("--resume", tmp_path, "--out", tmp_path)
     (tmp_path / "bad.toml").write_text("[model\n")
     assert "not valid TOML" in fails(tmp_path / "bad.toml")

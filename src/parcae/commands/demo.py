@@ -25,13 +25,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.recipe import find_recipe, parse_flags, read_toml
-    from parcae.report.page import write_report
-    from parcae.report.runs import read_runs
-    from parcae.train.settings import recipe_from_tree, with_flags
+    from parcae.recipe import find_recipe, parse_flags
+    from parcae.train.settings import recipe_from_file
 
-    tree = with_flags(read_toml(find_recipe("demo")), parse_flags(arguments.settings))
-    recipe = recipe_from_tree(tree)
+    recipe = recipe_from_file(find_recipe("demo"), parse_flags(arguments.settings))
     folder = arguments.out / "run"
     console.out.print(
         "A looped model sends its activations through the same layers again and again.\n"
@@ -41,6 +38,9 @@ def run(arguments: argparse.Namespace) -> int:
     result = _train(recipe, folder, arguments.again)
     if result["status"] != "finished":
         return 0 if result["status"] == "interrupted" else 1
+    from parcae.report.page import write_report
+    from parcae.report.runs import read_runs
+
     profile, picture = _measure(recipe, folder, arguments.out / "looping.png")
     report = write_report(read_runs([folder]), arguments.out / "report")
     _explain(result, profile, picture, report, folder)

@@ -85,18 +85,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.commands.conversation import converse
     from parcae.commands.words import read_words
     from parcae.config import ConfigError, require
-    from parcae.infer.checkpoint import open_checkpoint
-    from parcae.infer.engine import Engine
-    from parcae.infer.sampling import BrokenLogits
 
     word = _prompt(arguments)
     interactive = word is None and sys.stdin.isatty()
     asked = not (interactive and arguments.json)
     require(asked, "--json", "there is no prompt", "Give one, or leave --json out.")
     prompt = None if interactive else read_words("-" if word is None else word)
+
+    from parcae.commands.conversation import converse  # wrong usage need not wait for these
+    from parcae.infer.checkpoint import open_checkpoint
+    from parcae.infer.engine import Engine
+    from parcae.infer.sampling import BrokenLogits
+
     opened = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
     engine = Engine(
         opened.model,

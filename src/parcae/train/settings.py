@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig, check_positive, check_types, require
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, merge, plain
+from parcae.recipe import build, check_tables, from_file, merge, plain
 
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 
@@ -256,6 +257,11 @@ def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, A
     """Flags over a recipe. A budget on the command line replaces the recipe's, whatever its kind:
     there is only one."""
     return {**merge(tree, flags), **({"budget": flags["budget"]} if "budget" in flags else {})}
+
+
+def recipe_from_file(path: str | Path, flags: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe's file with flags over it."""
+    return from_file(path, dict(flags or {}), lambda *both: recipe_from_tree(with_flags(*both)))
 
 
 def located(recipe: Recipe) -> Recipe:
