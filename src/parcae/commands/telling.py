@@ -112,12 +112,13 @@ def _drafts(meter: Meter) -> str:
 
 
 def _memory(engine: Engine, request: Request) -> str:
-    cache, per_token = engine.cache, engine.cache.bytes_per_token(request.plan.loops)
-    weights = console.size(engine.network.weight_bytes)
-    layers = "PyTorch" if engine.network.kernels is None else "C++"
+    cache, network = engine.cache, engine.network
+    per_token = console.size(cache.bytes_per_token(request.plan.loops))
+    layers = "PyTorch" if network.kernels is None else "C++"
     return (
-        f"{layers} layers; cache {cache.policy}: {console.size(per_token)} per token, "
-        f"{console.size(cache.bytes)} reserved; weights {engine.network.weights}: {weights}"
+        f"weights {console.size(network.weight_bytes)} (--weights {network.weights}); cache "
+        f"{per_token} per token, {console.size(cache.bytes)} reserved (--cache {cache.policy}); "
+        f"layers in {layers}"
     )
 
 
