@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from parcae.experiments.looping import Profile
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
+ANEW = "`make demo AGAIN=1`, or `parcae demo --again`, trains anew."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -63,7 +64,7 @@ def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
     if (folder / RESULT_FILE).exists():
         result = read_json(folder / RESULT_FILE)
         if result["status"] == "finished":
-            words = f"{folder} holds a finished run, shown again; --again trains anew.\n"
+            words = f"{folder} holds a finished run, shown again. {ANEW}\n"
             console.out.print(words, soft_wrap=True)
             return result
     return train(read_recipe(folder), folder, resume=True)
@@ -104,7 +105,8 @@ def _explain(
     if not profile.gains:
         console.out.print(
             f"Loops do not lower the loss yet: {result['steps']} steps are too few. If the machine "
-            "was busy, `parcae demo --again` trains anew.\n",
+            f"was busy: {ANEW}\n",
+            highlight=False,
             soft_wrap=True,
         )
     prompt = result["samples"][0]["prompt"] if result["samples"] else ""
@@ -117,11 +119,13 @@ def _explain(
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
         f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
-        f"Try next  parcae generate {folder} --exit kl:0.01  (each token loops as it needs)\n"
+        f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as it "
+        "needs; without a text, a conversation)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
-        "          docs/tour.md, docs/training.md",
+        "          docs/tour.md, docs/training.md\n"
+        "Anew      make demo AGAIN=1",
         highlight=False,
         soft_wrap=True,
         markup=False,
