@@ -16,6 +16,7 @@ from parcae.train import trainer
 from parcae.train.budget import total_steps
 from parcae.train.corpora import open_corpora
 from parcae.train.display import Display
+from parcae.train.peak import Peak
 from parcae.train.settings import plain_recipe, recipe_from_tree
 from parcae.train.trainer import Run, train
 from train import runs
@@ -97,6 +98,31 @@ def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch)
     assert result["validation"]
 
 
+def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
+    for name, budget in {
+        "free": {"steps": 12},
+        "bound": {"steps": 12, "at_most_minutes": 60},
+    }.items():
+        train(with_budget(text, **budget), tmp_path / name)
+    assert runs.curve(tmp_path / "free") == runs.curve(tmp_path / "bound")
+    assert runs.lines(tmp_path / "free", "train", "lr") == runs.lines(
+        tmp_path / "bound", "train", "lr"
+    )
+
+
+def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp_path, capsys):
+    recipe = with_budget(text, steps=10**6, at_most_minutes=2 / 60)
+    result = train(recipe, tmp_path / "run")
+    assert result["status"] == "finished"
+    assert 2.0 <= result["seconds"] < 3.0
+    rates = [line[1]["muon"] for line in runs.lines(tmp_path / "run", "train", "lr")]
+    assert 0 < rates[-1] < 0.15 * rates[0]
+    said = capsys.readouterr().out
+    assert "1,000,000 steps" in said
+    assert "at most 0.0333333 minutes" in said
+    assert f"the limit, after {result['steps']} of 1000000 steps" in said
+
+
 def test_accumulation_changes_nothing(text, tmp_path):
     curves = []
     for rows in (1, 2, 4):
@@ -125,11 +151,11 @@ def observed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("observed")
     text = runs.write_text(folder)
     recipe = runs.recipe(text, budget={"steps": 10}, model={"core_layers": 2})
-    trainer_peak, trainer.peak_flops = trainer.peak_flops, lambda *_: None
+    trainer_peak, trainer.find_peak = trainer.find_peak, lambda *_: Peak(None)
     try:
         result = train(recipe, folder / "run")
     finally:
-        trainer.peak_flops = trainer_peak
+        trainer.find_peak = trainer_peak
     model = parcae.load(folder / "run" / "checkpoints" / "step-00000010")
     return recipe, folder / "run", model, result
 
