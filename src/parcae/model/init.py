@@ -14,11 +14,13 @@ square). The looped state h_0 is zero, or "like-init": truncated normal with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Block
@@ -26,6 +28,19 @@ from parcae.model.depth import row_generator
 from parcae.model.injection import ConcatenationInjection, DiagonalInjection
 
 INITIAL_DECAY = math.sqrt(1 / 5)
+
+
+class Unfilled(TorchFunctionMode):
+    """Modules made within are not filled with PyTorch's own initial values. Nobody would see them,
+    and on the meta device they import the compiler, which takes longer than all the rest."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def projection_std(width: int) -> float:
