@@ -10,12 +10,13 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 $(STAMP): pyproject.toml
+	@echo "Installing parcae and what it needs into $(VENV): about a minute, a few with a slow network ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## see what looping does, in a picture
-	$(BIN)/parcae demo --out out/demo
+demo: $(STAMP)  ## see what looping does, in a picture; AGAIN=1 trains anew
+	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--again)
 	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 
 test: $(STAMP) lint types  ## every test
@@ -36,4 +37,4 @@ bench: $(STAMP)  ## side-by-side measurements, printed as ratios
 	$(BIN)/python benchmarks/train_step.py
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

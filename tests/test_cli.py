@@ -41,7 +41,17 @@ def test_show_applies_flags(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "parcae-1"], "Did you mean parcae-1m"),
+        (["trian", "recipe.toml"], "trian: no such command. Did you mean train?"),
+        (["data", "inspct", "out"], "Did you mean inspect? See parcae data --help."),
+        (["presets", "--jsno"], "--jsno: no such option. Did you mean --json?"),
+        (["presets", "parcae-1m"], "parcae-1m: one word too many"),
+        (
+            ["train", "recipe.toml", "--reusme=out"],
+            "--reusme: no such option. Did you mean",
+        ),
+        (["generate", "run", "--wieghts", "int8"], "Did you mean --weights?"),
+        (["generate", "run", "--weights", "int9"], "'int9' is not an option. Did you mean int8?"),
+        (["show", "parcae-1"], "Did you mean parcae-1m? `parcae presets` lists all."),
         (["show", "parcae-1m", "--model.widht", "3"], "Did you mean width"),
         (["show", "nowhere.toml"], "no such recipe"),
         (["show", "parcae-1m", "--modle.width", "3"], "Did you mean model"),
@@ -58,12 +68,63 @@ def test_mistakes_end_in_one_line(capsys, arguments, message):
     assert message in captured.err
 
 
-def test_help_is_fast_and_imports_no_torch():
-    script = (
-        "import sys\nfrom parcae.cli import parser\nparser()\n"
-        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
+@pytest.mark.parametrize(
+    ("arguments", "words"), [([], "commands:"), (["data"], "inspect"), (["tokenizer"], "train")]
+)
+def test_without_a_command_there_is_help(capsys, arguments, words):
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("usage: " + " ".join(["parcae", *arguments]))
+    assert words in captured.out
+    assert not captured.err
+
+
+WITHOUT_TORCH = {
+    "": 0,
+    "--help": 0,
+    "--version": 0,
+    "train --help": 0,
+    "trian": 2,
+    "train": 2,
+    "train recipe.toml --resume run": 2,
+    "train none.toml": 2,
+    "train --resume none": 2,
+    "plan none.toml": 2,
+    "show parcae-1": 2,
+    "demo --budget.steps 0": 2,
+    "generate none --lops 3": 2,
+    "generate none a b": 2,
+    "depth none text --out depth.txt": 2,
+    "depth none text --loops 0": 2,
+}
+
+
+def test_help_and_wrong_usage_need_no_torch():
+    """Which takes seconds to import."""
+    script = f"""
+import sys
+from parcae.cli import main
+for words, code in {WITHOUT_TORCH}.items():
+    try:
+        found = main(words.split())
+    except SystemExit as end:
+        found = end.code
+    assert found == code, words
+    for heavy in ("torch", "numpy", "matplotlib", "tokenizers"):
+        assert heavy not in sys.modules, f"{{words}} imports {{heavy}}"
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_error_of_a_recipe_names_its_file_and_one_of_a_flag_does_not(capsys, tmp_path):
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[model]\npreset = "parcae-1m"\nwidht = 3\n')
+    assert main(["show", str(recipe)]) == 2
+    assert f"parcae: {recipe}: model.widht: no such key." in capsys.readouterr().err
+    recipe.write_text('[model]\npreset = "parcae-1m"\n')
+    assert main(["show", str(recipe), "--model.widht", "3"]) == 2
+    assert "parcae: model.widht: no such key." in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error():

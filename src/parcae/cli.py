@@ -9,13 +9,13 @@ code 2, without a traceback; `PARCAE_DEBUG=1` shows it.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from parcae.commands import lm_eval
+from parcae.commands.usage import Parser, first_flag
 from parcae.config import ConfigError
 from parcae.files import FileError
 
@@ -35,12 +35,10 @@ COMMANDS = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="parcae", description="Train, study and run looped language models."
-    )
+def parser() -> Parser:
+    top = Parser(prog="parcae", description="Train, study and run looped language models.")
     top.add_argument("--version", action="version", version=_version())
-    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND")
     for name in COMMANDS:
         importlib.import_module(f"parcae.commands.{name}").register(subparsers)
     return top
@@ -48,15 +46,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == [lm_eval.NAME]:
-        return lm_eval.pass_on(argv[1:])
-    words, settings = split_settings(argv)
-    arguments, unknown = parser().parse_known_args(words)
-    settings = [*unknown, *settings]
-    takes_settings = getattr(arguments, "takes_settings", False)
     try:
-        if settings and not takes_settings:
-            raise ConfigError(f"{settings[0]}: no such option. See --help.")
+        if argv[:1] == [lm_eval.NAME]:
+            return lm_eval.pass_on(argv[1:])
+        words, settings = split_settings(argv)
+        arguments, unknown = parser().parse_known_args(words)
+        settings = [*unknown, *settings]
+        takes_settings = getattr(arguments, "takes_settings", False)
+        flag = first_flag(unknown) if takes_settings else next(iter(settings), None)
+        if flag is not None:
+            raise arguments.parser.refuse(flag)
         if takes_settings:
             arguments.settings = settings
         return arguments.run(arguments)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from math import ceil
 from typing import TypeVar
 
-from rich.box import SIMPLE_HEAD
+from rich.box import SIMPLE_HEAD, Box
 from rich.console import Console, ConsoleDimensions
 from rich.progress import (
     BarColumn,
@@ -21,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 T = TypeVar("T")
+RULE_ABOVE = Box(" ── \n" + 7 * "    \n")
+"""For tables without a header: what SIMPLE_HEAD draws below one."""
 
 
 class WideConsole(Console):
@@ -64,8 +66,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
     Where a terminal is too narrow, cells go on in the next line: a number is never cut off.
     """
+    headed = any(columns)
     view = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=SIMPLE_HEAD
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_header=headed,
+        header_style="bold",
+        box=SIMPLE_HEAD if headed else RULE_ABOVE,
     )
     for index, name in enumerate(columns):
         view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
@@ -74,19 +82,26 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return view
 
 
-def short(number: float) -> str:
+def number(value: float) -> str:
+    """Three digits that count, written out: 84.7, 1,080, 0.0241."""
+    text = f"{value:.3g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
+
+
+def short(value: float) -> str:
     """1234567 -> '1.23M'."""
+    value = float(f"{value:.3g}")  # 999,900 is 1M, not 1,000k
     for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+        if abs(value) >= size:
+            return f"{number(value / size)}{letter}"
+    return number(value)
 
 
 def size(count: float) -> str:
     """1234567 -> '1.18 MiB'."""
     for unit, letters in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
-            return f"{count / unit:.3g} {letters}"
+            return f"{number(count / unit)} {letters}"
     return f"{count:.0f} B"
 
 

@@ -106,7 +106,10 @@ PRESETS: Mapping[str, ModelConfig] = _all()
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """A preset by name, with some of its keys changed."""
     if name not in PRESETS:
-        raise ConfigError(f"preset: no model is called {name!r}. {suggest(name, list(PRESETS))}")
+        raise ConfigError(
+            f"preset: no model is called {name!r}. {suggest(name, list(PRESETS))} "
+            "`parcae presets` lists all."
+        )
     if not overrides:
         return PRESETS[name]
     return build(ModelConfig, merge(plain(PRESETS[name]), overrides), "model")

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +79,28 @@ def read_toml(path: str | Path) -> Tree:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}). Is it a TOML file?") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
+
+
+def from_file(path: str | Path, flags: Tree, make: Callable[[Tree, Tree], T]) -> T:
+    """What `make` makes of a recipe's tree and of the flags over it.
+
+    An error that the recipe would give by itself names its file; others are the flags'.
+    """
+    tree = read_toml(path)
+    try:
+        return make(tree, flags)
+    except ConfigError as error:
+        if str(error) == _error_alone(tree, make):
+            raise ConfigError(f"{path}: {error}") from None
+        raise
+
+
+def _error_alone(tree: Tree, make: Callable[[Tree, Tree], Any]) -> str | None:
+    try:
+        make(tree, {})
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def find_recipe(name: str) -> Path:
@@ -166,7 +189,11 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key}: expected a list, got {value!r}.")
+            spelled = f"[{json.dumps(value, default=str)}]"
+            raise ConfigError(
+                f"{key}: expected a list, got {value!r}. Write {spelled}; "
+                f"on a command line in quotes: --{key} '{spelled}'."
+            )
         return tuple(_convert(typing.get_args(hint)[0], item, key) for item in value)
     if dataclasses.is_dataclass(hint):
         if isinstance(value, hint):  # pyright: ignore[reportArgumentType]

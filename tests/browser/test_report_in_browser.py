@@ -24,7 +24,16 @@ PROBE = """
 <script>addEventListener("load", () => {
   const broken = [...document.images].filter(i => !i.complete || i.naturalWidth === 0).length;
   const wide = document.documentElement.scrollWidth - innerWidth;
-  document.title = `images ${document.images.length} broken ${broken} overflow ${wide}`;
+  const boxes = [...document.querySelectorAll("main > .tables .scroll")];
+  const cut = boxes.filter(b => b.scrollWidth > b.clientWidth).length;
+  const left = Math.min(...boxes.map(b => b.getBoundingClientRect().left));
+  const right = Math.max(...boxes.map(b => b.getBoundingClientRect().right));
+  const main = document.querySelector("main").clientWidth;
+  const used = Math.round(100 * (right - left) / main);
+  const samples = [...document.querySelectorAll(".sample")];
+  const columns = new Set(samples.map(s => s.getBoundingClientRect().left)).size;
+  const found = [document.images.length, broken, wide, cut, used, columns];
+  document.title = found.join(" ");
 })</script>
 """
 
@@ -47,8 +56,8 @@ def title_in_browser(page, width, tmp_path):
     return re.search(r"<title>(.*?)</title>", shown.stdout, re.DOTALL).group(1)
 
 
-@pytest.mark.parametrize("width", [1280, 500])
-def test_every_picture_is_drawn_and_nothing_overflows(width, tmp_path):
+@pytest.mark.parametrize(("width", "abreast"), [(1280, 2), (500, 1)])
+def test_every_picture_is_drawn_and_nothing_overflows(width, abreast, tmp_path):
     folder = fake_runs.looped_run(tmp_path / "run")
     page = write_report(read_runs([folder]), tmp_path / "report")
     html = page.read_text()
@@ -60,7 +69,10 @@ def test_every_picture_is_drawn_and_nothing_overflows(width, tmp_path):
     copy = tmp_path / "probed.html"
     copy.write_text(probed)
     found = title_in_browser(copy, width, tmp_path)
-    images, broken, overflow = map(int, re.findall(r"-?\d+", found))
+    images, broken, overflow, cut, used, columns = map(int, re.findall(r"-?\d+", found))
     assert images >= 10
     assert broken == 0
     assert overflow <= 0
+    assert cut == 0, "a table is not wholly seen"
+    assert used > 90, "tables leave the page empty"
+    assert columns == abreast

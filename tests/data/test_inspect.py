@@ -1,6 +1,7 @@
 """Inspecting: figures that agree with counting by hand, rows whose borders can be seen."""
 
 import json
+import re
 
 import matplotlib.image
 import numpy as np
@@ -57,29 +58,47 @@ def test_concatenation_starts_rows_in_the_middle_of_documents():
     assert summary.best_fit_split.aligned_share == 1.0
 
 
-def test_a_row_shows_borders_and_the_crop_without_colours():
+def test_a_row_shows_its_documents_and_the_crop_without_colours():
     documents = words("abc", "defg", "hijklmn")
     packing = pack(documents.lengths, capacity=12)
-    text = render_row(documents, packing, 0, letters, "row 0").plain
-    assert text.splitlines()[-1] == "^hijklmn│^abc"
+    lines = render_row(documents, packing, 0, letters, "row 0").plain.splitlines()
+    assert lines == [
+        "",
+        "row 0  2 documents",
+        "█" * 53 + "▒" * 27,
+        "  document 2, 8 tokens",
+        "    ^hijklmn",
+        "  document 0, 4 tokens",
+        "    ^abc",
+    ]
     packing = pack(documents.lengths, capacity=10)
-    text = render_row(documents, packing, 0, letters, "row 0").plain
-    assert text.splitlines()[-1] == "^hijklmn│^a ✂ 2 tokens cropped"
+    lines = render_row(documents, packing, 0, letters, "row 0").plain.splitlines()
+    assert lines[-2:] == ["  document 0, 2 tokens  ✂ 2 cropped", "    ^a"]
 
 
-def test_documents_of_a_row_differ_in_colour_and_bars_in_length():
+def test_of_long_documents_the_beginning_and_the_end_are_shown_and_of_many_some():
+    long = "".join(chr(97 + i % 26) for i in range(500))
+    documents = words(long)
+    lines = render_row(documents, pack(documents.lengths, 501), 0, letters, "row").plain.split("\n")
+    assert lines[-2:] == [f"    ^{long[:73]} …", f"    … {long[-74:]}"]
+    documents = words(*["ab"] * 9)
+    lines = render_row(documents, pack(documents.lengths, 27), 0, letters, "row").plain.split("\n")
+    assert lines.count("    ^ab") == 6
+    assert lines[-1] == "  and 3 more"
+
+
+def test_documents_of_a_row_differ_in_colour():
     documents = words("abc", "defg", "hijklmn")
     row = render_row(documents, pack(documents.lengths, 12), 0, letters, "row 0")
     styles = [str(span.style) for span in row.spans if str(span.style).startswith("#")]
     assert len(set(styles)) == 2
-    assert row.plain.splitlines()[2] == "█" * 80
 
 
 def test_terminal_controls_in_a_document_stay_harmless():
     documents = words("a\x1b[2Jb\nc[red]d")
     row = render_row(documents, pack(documents.lengths, 5), 0, letters, "[bold]row")
     assert "\x1b" not in row.plain
-    assert row.plain.splitlines()[-1].startswith("^a·[2")
+    assert row.plain.splitlines()[-1].startswith("    ^a·[2")
     console = Console(width=100, force_terminal=True, color_system="truecolor")
     with console.capture() as captured:
         console.print(row)
@@ -90,7 +109,7 @@ def test_all_of_it(tmp_path, capsys):
     summary = inspect(random_documents(), letters, 31, 3, tmp_path, np.ones(256, dtype=np.int64))
     printed = capsys.readouterr().out
     assert f"{summary.tokens:,}" in printed
-    assert printed.count("documents (tokens)") == 3
+    assert re.findall(r"^row (\d)  ", printed, re.MULTILINE) == ["0", "1", "2"]
     written = json.loads((tmp_path / "inspect.json").read_text())
     assert written["tokens"] == summary.tokens
     assert written["best_fit"]["rows"] == summary.best_fit.rows

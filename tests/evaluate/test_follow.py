@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,6 +129,25 @@ def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tm
     assert lines[-1] == f"wrote {picture}"
 
 
+def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
+    """Of a model that is no run's, in out/: its folder is left as it is."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "runs/mine/checkpoints/step-00000001")
+    for source, place in {
+        "runs/mine": "runs/mine/depth.png",
+        "runs/mine/checkpoints/step-00000001": "runs/mine/depth.png",
+        str(tmp_path / "runs" / "mine"): str(tmp_path / "runs" / "mine" / "depth.png"),
+        str(folder): "out/depth.png",
+    }.items():
+        assert main(["depth", source, "price"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"wrote {place}"
+        Path(place).unlink()
+    monkeypatch.chdir("runs/mine/checkpoints")
+    assert main(["depth", "step-00000001", "price"]) == 0
+    assert (tmp_path / "runs" / "mine" / "depth.png").exists()
+    assert not (folder / "depth.png").exists()
+
+
 def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
     words = ["depth", str(folder), "price " * 50, "--json", "--out", str(tmp_path / "map.svg")]
     whole = len(TOKENIZER.encode("price " * 50))
@@ -141,8 +162,9 @@ def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
     ("words", "message"),
     [
         (["", "--loops", "3"], "text: it is empty"),
-        (["price", "--loops", "0"], "loops: 0 is not positive"),
-        (["price", "--tokens", "0"], "--tokens"),
+        (["price", "--loops", "0"], "--loops: 0 is out of range"),
+        (["price", "--loops", "1000000000"], "--loops: 1000000000 is out of range. Use 1 to 256."),
+        (["price", "--tokens", "0"], "--tokens: 0 is out of range"),
         (["price", "--out", "map.txt"], "Use .png, .svg or .pdf"),
         (["@nowhere.txt"], "no such file"),
     ],

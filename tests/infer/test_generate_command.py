@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import signal
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import randomised, tiny
 from parcae import console
 from parcae.cli import main
 from parcae.commands import conversation, telling
+from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import train as train_tokenizer
 from parcae.infer.checkpoint import find_model, find_tokenizer, open_checkpoint
@@ -122,6 +124,39 @@ def test_a_stop_string_ends_the_text(capsys, model, folder):
     told = as_json(capsys, folder, PROMPT, "--new-tokens", "30", "--stop", "never", "--stop", stop)
     assert told["text"] == whole[: whole.index(stop)]
     assert told["finish"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (r"\n\n", "\n\n"),
+        (r"a\tb", "a\tb"),
+        (r"\\n", r"\n"),  # a backslash and an n
+        (r"\\\n", "\\\n"),
+        (r"\d", r"\d"),
+        ("\\", "\\"),
+    ],
+)
+def test_escapes_of_stop_strings(written, meant):
+    assert unescape(written) == meant
+
+
+def test_what_a_text_cost_reads_as_no_error(capsys, folder):
+    assert main(["generate", str(folder), PROMPT, "--new-tokens", "3"]) == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"weights \S+ [KM]iB \(--weights float32\); cache \S+ KiB per token, \S+ [KM]iB reserved "
+        r"\(--cache full\); layers in (C\+\+|PyTorch)",
+        last,
+    )
+
+
+def test_rates_are_written_out():
+    times = iter([0.0, 0.1, *(0.1 + 0.001 * i for i in range(1, 81))])
+    meter = Meter(clock=lambda: next(times))
+    pieces = [Piece(token=1, text="", loops=1, completion=None) for _ in range(80)]
+    assert len(list(meter.watch(pieces))) == 80
+    assert telling._speed(meter).startswith("80 tokens, 1,000 tokens/s, the first after 100 ms")
 
 
 def test_prompts_from_files_and_pipes(capsys, monkeypatch, folder, tmp_path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import nn
 
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
+from parcae.model.depth import row_generator
 from parcae.model.init import draw_state_rows
 
 
@@ -165,6 +169,19 @@ def test_states_by_row_do_not_depend_on_who_holds_the_row():
     assert not torch.equal(alone[:1], other_step)
     zero = draw_state_rows(tiny(loop=LoopConfig(state_init="zero")), 3, 9, range(2), 5)
     assert not zero.any()
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 2), (3, 6), (7, 48), (128, 128), (33, 50)])
+def test_states_are_the_numbers_of_torchs_truncated_normal(length, width):
+    config = tiny(width=width, heads=1, mlp_width=4, state_heads=1)
+    std = math.sqrt(2 / (5 * width))
+    for step in range(20):
+        states = draw_state_rows(config, 3, step, range(4), length)
+        for row, state in enumerate(states):
+            expected = torch.empty(length, width)
+            generator = row_generator(3, step, row, "state")
+            nn.init.trunc_normal_(expected, std=std, a=-3 * std, b=3 * std, generator=generator)
+            assert torch.equal(state, expected)
 
 
 def test_wide_state_and_any_placement_of_the_loop():

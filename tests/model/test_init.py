@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -64,3 +66,16 @@ def test_a_parameter_without_a_rule_is_an_error():
     model.stray = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(RuntimeError, match="stray"):
         init_weights(model, model.config, torch.Generator())
+
+
+def test_building_a_model_does_not_import_the_compiler():
+    """It would take longer than everything else that a command does before it begins."""
+    script = (
+        "import sys, parcae\n"
+        "from parcae.model.flops import parameter_count\n"
+        "parcae.create('parcae-1m')\n"
+        "assert parameter_count(parcae.preset('transformer-1m')) > 0\n"
+        "assert parameter_count(parcae.preset('rdm-1m')) > 0\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -83,6 +83,13 @@ def test_every_number_of_the_result_is_shown(one):
     assert "validation loss 2.949 at T = 8, 3.516 at T = 1" in reader.text
 
 
+def test_a_run_is_called_by_where_it_stands(one):
+    """`run` alone, as the demo's is called, would say nothing."""
+    folder, content, _ = one
+    assert f"<h1>{folder.parent.name}/{folder.name}</h1>" in content
+    assert f"<title>{folder.parent.name}/{folder.name} – Parcae report</title>" in content
+
+
 def test_nothing_of_a_run_becomes_markup(one):
     _, content, reader = one
     assert "script" not in reader.tags
@@ -107,6 +114,13 @@ def test_figures_have_words_and_files(one):
     assert any("from" in i["alt"] and "Loss over training" in i["alt"] for i in reader.images)
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "report").glob("*.png"))
     assert "[model.loop]\nmean_loops = 8" in reader.text
+
+
+def test_samples_of_two_runs_stand_side_by_side(tmp_path):
+    folders = [fakes.looped_run(tmp_path / name) for name in ("a", "b")]
+    content, _ = report(*folders, out=tmp_path / "two")
+    labels = re.findall(r'<span class="soft">(\w), T = (\d+)</span>', content)
+    assert labels == [("a", "1"), ("b", "1"), ("a", "8"), ("b", "8")] * 2  # of two prompts
 
 
 def test_several_runs_are_compared(tmp_path):

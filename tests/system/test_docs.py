@@ -16,17 +16,24 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+SHORT_DEMO = "--budget.steps 6 --run.sample_tokens 4 --run.validation_rows 4"
+"""Flags that let `make demo` take seconds, whose run later commands of a page may use."""
+
+
 def steps(page: Path) -> list[list[str]]:
     """The page's Python blocks and `parcae` commands, in order. Blocks of other kinds are not run:
-    `console` is for what takes long, and `make` and `git` lines are other tests' business."""
+    `console` is for what takes long, and other `make` and `git` lines are other tests' business."""
     found: list[list[str]] = []
     for kind, body in BLOCK.findall(page.read_text()):
         if kind == "python":
             found.append([sys.executable, "-c", body])
         elif kind == "bash":
             lines = body.replace("\\\n", " ").splitlines()
-            wanted = (line for line in lines if line.startswith("parcae "))
-            found += [[sys.executable, "-m", *shlex.split(line, comments=True)] for line in wanted]
+            for words in (shlex.split(line, comments=True) for line in lines):
+                if words[:2] == ["make", "demo"]:
+                    found.append([sys.executable, "-m", "parcae", "demo", *shlex.split(SHORT_DEMO)])
+                elif words[:1] == ["parcae"]:
+                    found.append([sys.executable, "-m", *words])
     return found
 
 

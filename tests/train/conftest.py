@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from parcae.train import trainer
+from parcae.train.peak import Peak
 from train import runs
 
 
@@ -25,4 +26,4 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def unmeasured_machine(monkeypatch):
-    monkeypatch.setattr(trainer, "peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(trainer, "find_peak", lambda *_: Peak(1e12))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 
 from parcae import cli
 from parcae.files import exclusive
-from parcae.recipe import merge, write_toml
-from parcae.train.settings import plain_recipe
+from parcae.recipe import merge, parse_flags, write_toml
+from parcae.train.settings import plain_recipe, with_flags
 from parcae.train.trainer import Run, train
 from train import runs
 
@@ -55,6 +56,7 @@ WRONG = [
     ({"budget": {"tokens": 1e6}}, "budget: tokens and steps given. Give exactly one"),
     ({"budget": {"steps": -5}}, "budget.steps: -5 is not positive"),
     ({"budget": {"steps": 2.5}}, "budget.steps: expected a whole number"),
+    ({"budget": {"at_most_minutes": 0}}, "budget.at_most_minutes: 0 is not positive"),
     ({"data": {"global_batch": 0}}, "data.global_batch: 0 is not positive"),
     ({"data": {"weights": [-1.0]}}, "data.weights: -1.0 is not a positive number"),
     ({"data": {"weights": [1.0, 2.0]}}, "data.weights: 2 weights for 1 sources"),
@@ -75,8 +77,17 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_recipes(changes, message, write, fails, tmp_path):
-    assert message in fails(write(**changes), "--out", tmp_path / "run")
+    recipe = write(**changes)
+    assert f"{recipe}: {message}" in fails(recipe, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_how_a_list_is_written(write, fails, text, tmp_path):
+    """What the error says, works."""
+    error = fails(write(), "--data.sources", text, "--out", tmp_path / "run")
+    flag = re.search(r"--data\.sources '(.*)'\.", error)
+    assert flag, error
+    assert parse_flags(["--data.sources", flag[1]]) == {"data": {"sources": [str(text)]}}
 
 
 @pytest.mark.parametrize("budget", [{"minutes": float("nan")}, {"flops": float("inf")}])
@@ -87,17 +98,30 @@ def test_budgets_that_are_no_numbers(budget, write, fails, tmp_path, text):
     assert f"budget.{next(iter(budget))}" in fails(recipe, "--out", tmp_path / "run")
 
 
-def test_a_cool_down_in_steps_by_the_clock(fails, tmp_path, text):
+@pytest.mark.parametrize("budget", [{"minutes": 1}, {"steps": 9, "at_most_minutes": 1}])
+def test_a_cool_down_in_steps_by_the_clock(budget, fails, tmp_path, text):
     recipe = tmp_path / "recipe.toml"
-    tree = {**merge(runs.TREE, {"data": {"sources": [str(text)]}}), "budget": {"minutes": 1}}
+    tree = {**merge(runs.TREE, {"data": {"sources": [str(text)]}}), "budget": budget}
     recipe.write_text(write_toml({**tree, "schedule": {"cooldown_steps": 10}}))
     assert "schedule.cooldown_steps" in fails(recipe)
 
 
+def test_a_limit_beside_a_time(write, fails):
+    """A budget on the command line replaces the recipe's; a limit alone is laid over it."""
+    flags = ["--budget.minutes", "1", "--budget.at_most_minutes", "2"]
+    assert "budget.at_most_minutes: the run has 1 minutes anyway" in fails(write(), *flags)
+    with_limit = with_flags({"budget": {"steps": 3}}, {"budget": {"at_most_minutes": 2}})
+    assert with_limit == {"budget": {"steps": 3, "at_most_minutes": 2}}
+    replaced = with_flags(with_limit, {"budget": {"tokens": 9}})
+    assert replaced == {"budget": {"tokens": 9}}
+
+
 def test_what_to_train(fails, tmp_path, write):
-    assert "give a recipe" in fails()
+    assert "Give a recipe" in fails()
     assert "no such recipe" in fails(tmp_path / "none.toml")
-    assert "give a recipe" in fails(write(), "--resume", tmp_path)
+    error = fails(write(), "--resume", tmp_path)
+    assert "not both" in error
+    assert "Give a recipe" in error
     assert "Leave --out away" in fails("--resume", tmp_path, "--out", tmp_path)
     (tmp_path / "bad.toml").write_text("[model\n")
     assert "not valid TOML" in fails(tmp_path / "bad.toml")

@@ -96,3 +96,10 @@ def test_the_large_ones_fit_their_devices(path):
     found = plan(load(path.stem), devices=8, device_flops="a100")
     assert found.tokens == pytest.approx(found.steps * found.tokens_per_step)
     assert found.memory.total < 0.75 * HOLDS  # the rest is CUDA's and the allocator's
+
+
+def test_the_demo_is_the_same_model_on_a_busy_machine():
+    """Its steps are given, and the clock only bounds them."""
+    recipe = load("demo")
+    assert total_steps(recipe) == 500
+    assert recipe.budget.at_most_minutes is not None

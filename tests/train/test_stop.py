@@ -14,6 +14,7 @@ import torch
 from parcae import cli
 from parcae.recipe import write_toml
 from parcae.train import trainer
+from parcae.train.peak import Peak
 from parcae.train.settings import plain_recipe
 from parcae.train.trainer import Run, train
 from train import runs
@@ -25,7 +26,7 @@ def command(words, log, pause, stuck_at=None):
     """`parcae` with its output in a file, slowly enough to be interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
     torch.set_num_threads(1)
-    trainer.peak_flops = lambda *_: 1e12
+    trainer.find_peak = lambda *_: Peak(1e12)
     real = Run._one_step
 
     def one_step(self):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from parcae.train import trainer
 from parcae.train.budget import total_steps
 from parcae.train.corpora import open_corpora
 from parcae.train.display import Display
+from parcae.train.peak import Peak
 from parcae.train.settings import plain_recipe, recipe_from_tree
 from parcae.train.trainer import Run, train
 from train import runs
@@ -68,6 +70,18 @@ def test_a_budget_is_spent(kind, text, tmp_path):
     assert result["executed_flops"] != result["flops"], "depths were drawn"
 
 
+def cools_down_with_the_clock(run, minutes):
+    """Every rate is what the time behind it leaves of the cool-down, which is the last half. (The
+    clock has gone on a little since that time was logged.)"""
+    lines = runs.lines(run, "train", "lr", "seconds")
+    first = lines[0][1]["muon"]
+    for (_, _, seconds), (_, rates, _) in pairwise(lines):
+        most = first * min(1.0, 2 * (1 - seconds / (60 * minutes)))
+        assert 0 < rates["muon"] <= most + 1e-6 * first
+        assert rates["muon"] > most - 0.3 * first
+    return lines[-1][1]["muon"] < first
+
+
 def test_a_run_by_the_clock(text, tmp_path):
     """It ends near its time, its schedule at zero, and is validated although nothing else is."""
     recipe = with_budget(text, minutes=2 / 60)
@@ -80,7 +94,7 @@ def test_a_run_by_the_clock(text, tmp_path):
     assert len(rates) == result["steps"]
     assert rates[0] == recipe.optimiser.muon_lr
     assert sorted(rates, reverse=True) == rates
-    assert 0 < rates[-1] < 0.15 * rates[0]
+    assert cools_down_with_the_clock(tmp_path / "run", 2 / 60)
     assert set(result["validation"]) == {"1", "3", "6"}
     again = train(recipe, tmp_path / "run", resume=True)
     assert again["steps"] == result["steps"], "its time is over"
@@ -95,6 +109,30 @@ def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch)
     result = train(recipe, tmp_path / "run")
     assert result["steps"] <= 4
     assert result["validation"]
+
+
+def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
+    for name, budget in {
+        "free": {"steps": 12},
+        "bound": {"steps": 12, "at_most_minutes": 60},
+    }.items():
+        train(with_budget(text, **budget), tmp_path / name)
+    assert runs.curve(tmp_path / "free") == runs.curve(tmp_path / "bound")
+    assert runs.lines(tmp_path / "free", "train", "lr") == runs.lines(
+        tmp_path / "bound", "train", "lr"
+    )
+
+
+def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp_path, capsys):
+    recipe = with_budget(text, steps=10**6, at_most_minutes=2 / 60)
+    result = train(recipe, tmp_path / "run")
+    assert result["status"] == "finished"
+    assert 2.0 <= result["seconds"] < 3.0
+    assert cools_down_with_the_clock(tmp_path / "run", 2 / 60)
+    said = capsys.readouterr().out
+    assert "1,000,000 steps" in said
+    assert "at most 0.0333333 minutes" in said
+    assert f"the limit, after {result['steps']} of 1000000 steps" in said
 
 
 def test_accumulation_changes_nothing(text, tmp_path):
@@ -125,11 +163,11 @@ def observed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("observed")
     text = runs.write_text(folder)
     recipe = runs.recipe(text, budget={"steps": 10}, model={"core_layers": 2})
-    trainer_peak, trainer.peak_flops = trainer.peak_flops, lambda *_: None
+    trainer_peak, trainer.find_peak = trainer.find_peak, lambda *_: Peak(None)
     try:
         result = train(recipe, folder / "run")
     finally:
-        trainer.peak_flops = trainer_peak
+        trainer.find_peak = trainer_peak
     model = parcae.load(folder / "run" / "checkpoints" / "step-00000010")
     return recipe, folder / "run", model, result
 

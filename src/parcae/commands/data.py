@@ -21,7 +21,7 @@ VALIDATION_FRACTION = 0.005
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("data", help="prepare, inspect and download documents")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _register_prepare(actions)
     _register_inspect(actions)
     _register_download(actions)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from parcae.experiments.looping import Profile
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
+ANEW = "`make demo AGAIN=1`, or `parcae demo --again`, trains anew."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -25,13 +26,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.recipe import find_recipe, parse_flags, read_toml
-    from parcae.report.page import write_report
-    from parcae.report.runs import read_runs
-    from parcae.train.settings import recipe_from_tree, with_flags
+    from parcae.recipe import find_recipe, parse_flags
+    from parcae.train.settings import recipe_from_file
 
-    tree = with_flags(read_toml(find_recipe("demo")), parse_flags(arguments.settings))
-    recipe = recipe_from_tree(tree)
+    recipe = recipe_from_file(find_recipe("demo"), parse_flags(arguments.settings))
     folder = arguments.out / "run"
     console.out.print(
         "A looped model sends its activations through the same layers again and again.\n"
@@ -41,6 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     result = _train(recipe, folder, arguments.again)
     if result["status"] != "finished":
         return 0 if result["status"] == "interrupted" else 1
+    from parcae.report.page import write_report
+    from parcae.report.runs import read_runs
+
     profile, picture = _measure(recipe, folder, arguments.out / "looping.png")
     report = write_report(read_runs([folder]), arguments.out / "report")
     _explain(result, profile, picture, report, folder)
@@ -63,7 +64,7 @@ def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
     if (folder / RESULT_FILE).exists():
         result = read_json(folder / RESULT_FILE)
         if result["status"] == "finished":
-            words = f"{folder} holds a finished run, shown again; --again trains anew.\n"
+            words = f"{folder} holds a finished run, shown again. {ANEW}\n"
             console.out.print(words, soft_wrap=True)
             return result
     return train(read_recipe(folder), folder, resume=True)
@@ -104,7 +105,8 @@ def _explain(
     if not profile.gains:
         console.out.print(
             f"Loops do not lower the loss yet: {result['steps']} steps are too few. If the machine "
-            "was busy, `parcae demo --again` trains anew.\n",
+            f"was busy: {ANEW}\n",
+            highlight=False,
             soft_wrap=True,
         )
     prompt = result["samples"][0]["prompt"] if result["samples"] else ""
@@ -117,11 +119,13 @@ def _explain(
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
         f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
-        f"Try next  parcae generate {folder} --exit kl:0.01  (each token loops as it needs)\n"
+        f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as it "
+        "needs; without a text, a conversation)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
-        "          docs/tour.md, docs/training.md",
+        "          docs/tour.md, docs/training.md\n"
+        "Anew      make demo AGAIN=1",
         highlight=False,
         soft_wrap=True,
         markup=False,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parcae.evaluate.depth import DepthProfile
+
+MOST_LOOPS = 256
+MOST_TOKENS = 1024
+"""What a picture has room for."""
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -22,13 +27,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("text", metavar="TEXT", help="text, @file, or - for standard input")
     parser.add_argument(
-        "--loops", type=int, metavar="T", help="loops (default: the mean in training)"
+        "--loops",
+        type=int,
+        metavar="T",
+        help=f"loops, at most {MOST_LOOPS} (default: the mean in training)",
     )
     parser.add_argument(
         "--tokens", type=int, default=64, metavar="N", help="of a longer text, the first N"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("depth.png"), help="picture, .png or .svg (%(default)s)"
+        "--out",
+        type=Path,
+        metavar="PICTURE",
+        help=".png, .svg or .pdf (default: RUN/depth.png; out/depth.png if it is not a run)",
     )
     parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="where it is not beside")
     parser.add_argument(
@@ -39,19 +50,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae import console
     from parcae.commands.words import read_words
+
+    _check(arguments)
+    text = read_words(arguments.text)
+
+    from parcae import console  # wrong usage need not wait for these
     from parcae.config import ConfigError, require
     from parcae.evaluate.depth import follow
     from parcae.evaluate.depth_map import picture
     from parcae.infer.checkpoint import open_checkpoint
     from parcae.infer.sampling import BrokenLogits
 
-    kinds = (".png", ".svg", ".pdf")
-    suffix = arguments.out.suffix
-    require(suffix in kinds, "--out", f"{arguments.out} is no picture", "Use .png, .svg or .pdf.")
-    require(arguments.tokens >= 1, "--tokens", f"{arguments.tokens}: too few", "Use at least 1.")
-    text = read_words(arguments.text)
     model, tokenizer, folder = open_checkpoint(
         arguments.checkpoint, arguments.tokenizer, arguments.best
     )
@@ -65,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     spelled = [word.decode(errors="replace") for word in tokenizer.token_bytes]
     spelled += [f"#{token}" for token in range(len(spelled), model.config.vocab_size)]
     labels = [spelled[token] for token in kept]
-    path = picture(profile, labels, f"{_name(folder)}, loop by loop", arguments.out)
+    out = arguments.out or _place(folder)
+    path = picture(profile, labels, f"{_name(folder)}, loop by loop", out)
     if len(kept) < len(whole):
         words = f"The first {len(kept)} of {len(whole)} tokens; --tokens takes more, up to the "
         words += f"model's context of {model.config.context_length}."
@@ -78,11 +89,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    from parcae.config import require
+
+    out, kinds = arguments.out, (".png", ".svg", ".pdf")
+    is_picture = out is None or out.suffix in kinds
+    require(is_picture, "--out", f"{out} is no picture", "Use .png, .svg or .pdf.")
+    for flag, value, most in (
+        ("--loops", arguments.loops, MOST_LOOPS),
+        ("--tokens", arguments.tokens, MOST_TOKENS),
+    ):
+        fits = value is None or 1 <= value <= most
+        require(fits, flag, f"{value} is out of range", f"Use 1 to {most:,}.")
+
+
+def _run(folder: Path) -> Path | None:
+    """The run that a checkpoint belongs to."""
+    if folder.absolute().parent.name != "checkpoints":
+        return None
+    run = folder.absolute().parent.parent
+    return run if folder.is_absolute() else Path(os.path.relpath(run))
+
+
+def _place(folder: Path) -> Path:
+    """Beside the run; a model's folder may be someone else's, and is left alone."""
+    return (_run(folder) or Path("out")) / "depth.png"
+
+
 def _name(folder: Path) -> str:
     """`run/step-00000300` for a checkpoint, the folder's own name otherwise."""
-    folder = folder.absolute()
-    is_step = folder.parent.name == "checkpoints"
-    return f"{folder.parent.parent.name}/{folder.name}" if is_step else folder.name
+    run = _run(folder)
+    return folder.absolute().name if run is None else f"{run.absolute().name}/{folder.name}"
 
 
 def shown_depths(loops: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,12 @@ class Option(NamedTuple):
     help: str
 
 
-def _stop(text: str) -> str:
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+
+
+def unescape(text: str) -> str:
+    r"""A line break for \n, a tab for \t, and \ for \\; any other \ stands for itself."""
+    return re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], text)
 
 
 OPTIONS = (
@@ -43,7 +48,14 @@ OPTIONS = (
     Option("min-p", "min_p", float, None, "P", "draw from those P times as likely as the best"),
     Option("repetition-penalty", "repetition_penalty", float, 1.0, "X", "above 1: repeat less"),
     Option("seed", "seed", int, 0, "N", "of the noise; a seed gives the same text (default: 0)"),
-    Option("stop", "stop", _stop, (), "STRING", r"end before this string; \n is a line break"),
+    Option(
+        "stop",
+        "stop",
+        unescape,
+        (),
+        "STRING",
+        r"end before this string, where \n is a line break, \t a tab, \\ a backslash",
+    ),
     Option("logprobs", "logprobs", int, None, "K", "list each token's logprob and K alternatives"),
 )
 
@@ -67,7 +79,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
             type=option.read,
             default=None if several else option.default,
             metavar=option.metavar,
-            help=option.help,
+            help=option.help + ("; may be repeated" if several else ""),
             **several,
         )
     parser.add_argument(
@@ -85,18 +97,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.commands.conversation import converse
     from parcae.commands.words import read_words
     from parcae.config import ConfigError, require
-    from parcae.infer.checkpoint import open_checkpoint
-    from parcae.infer.engine import Engine
-    from parcae.infer.sampling import BrokenLogits
 
     word = _prompt(arguments)
     interactive = word is None and sys.stdin.isatty()
     asked = not (interactive and arguments.json)
     require(asked, "--json", "there is no prompt", "Give one, or leave --json out.")
     prompt = None if interactive else read_words("-" if word is None else word)
+
+    from parcae.commands.conversation import converse  # wrong usage need not wait for these
+    from parcae.infer.checkpoint import open_checkpoint
+    from parcae.infer.engine import Engine
+    from parcae.infer.sampling import BrokenLogits
+
     opened = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
     engine = Engine(
         opened.model,

@@ -38,12 +38,13 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from parcae import console
-    from parcae.recipe import parse_flags, read_toml
-    from parcae.train.plan import plan
-    from parcae.train.settings import recipe_from_tree, with_flags
+    from parcae.recipe import parse_flags
+    from parcae.train.settings import recipe_from_file
 
-    tree = with_flags(read_toml(arguments.recipe), parse_flags(arguments.settings))
-    recipe = recipe_from_tree(tree)
+    recipe = recipe_from_file(arguments.recipe, parse_flags(arguments.settings))
+
+    from parcae.train.plan import plan  # after the recipe, whose errors need not wait for it
+
     found = plan(recipe, arguments.devices, arguments.utilisation, _speed(arguments.device_flops))
     if arguments.json:
         print(json.dumps(found.plain(), indent=2))
@@ -78,7 +79,7 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
         ("tokens per step", count(plan.tokens_per_step)),
         ("steps", count(plan.steps)),
         ("tokens", count(plan.tokens)),
-        ("tokens per parameter", count(None) if each is None else f"{each:,.3g}"),
+        ("tokens per parameter", count(None) if each is None else console.number(each)),
         ("FLOPs", short(plan.flops)),
     ]
     memory = plan.memory

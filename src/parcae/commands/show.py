@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parcae.config import ModelConfig
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -17,20 +21,16 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.config import require
-    from parcae.model import flops
-    from parcae.model.injection import INJECTIONS
-    from parcae.presets import model_from_table
-    from parcae.recipe import check_tables, merge, parse_flags, plain, read_toml, write_toml
-    from parcae.train.settings import TABLES
+    from parcae.recipe import from_file, parse_flags, plain, write_toml
 
-    source = arguments.source
-    is_recipe = source.endswith(".toml") or "/" in source
-    recipe = read_toml(source) if is_recipe else {"model": {"preset": source}}
-    tree = merge(recipe, parse_flags(arguments.settings))
-    check_tables(tree, TABLES)
-    require("model" in tree, "model", f"{source} has no such table", "Start with [model].")
-    config = model_from_table(tree["model"])
+    source, flags = arguments.source, parse_flags(arguments.settings)
+    if source.endswith(".toml") or "/" in source:
+        config = from_file(source, flags, _model)
+    else:
+        config = _model({"model": {"preset": source}}, flags)
+
+    from parcae.model import flops  # after the recipe, whose errors need not wait for it
+    from parcae.model.injection import INJECTIONS
 
     console.out.print(write_toml({"model": plain(config)}), markup=False, highlight=False)
     loop, cost = config.loop, flops.token_flops(config)
@@ -51,3 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         rows.append(("stability by construction", INJECTIONS[config.injection].stability))
     console.out.print(console.table("What it comes to", ("", ""), rows))
     return 0
+
+
+def _model(tree: dict[str, Any], flags: dict[str, Any]) -> ModelConfig:
+    from parcae.config import require
+    from parcae.presets import model_from_table
+    from parcae.recipe import check_tables, merge
+    from parcae.train.settings import TABLES
+
+    tree = merge(tree, flags)
+    check_tables(tree, TABLES)
+    require("model" in tree, "model", "there is no such table", "Start with [model].")
+    return model_from_table(tree["model"])

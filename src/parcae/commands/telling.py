@@ -72,15 +72,15 @@ def _speed(meter: Meter) -> str:
     count = len(meter.tokens)
     if meter.first is None:
         return "no token: the model ended the text at once"
-    words = [f"{count} token" + "s" * (count != 1)]
+    words = [f"{count:,} token" + "s" * (count != 1)]
     if meter.rate is not None:
-        words.append(f"{meter.rate:.3g} tokens/s")
+        words.append(f"{console.number(meter.rate)} tokens/s")
     first = meter.first
-    waited = f"{1000 * first:.0f} ms" if first < 1 else f"{first:.3g} s"
+    waited = f"{1000 * first:.0f} ms" if first < 1 else f"{console.number(first)} s"
     words.append(f"the first after {waited}")
     reused = 0 if meter.completion is None else meter.completion.reused
     if reused:
-        words.append(f"{reused} of the prompt known from before")
+        words.append(f"{reused:,} of the prompt known from before")
     if meter.completion is None:
         words.append("interrupted")
     elif meter.completion.finish != "length":
@@ -108,16 +108,17 @@ def _drafts(meter: Meter) -> str:
     if made is None or not made.drafted:
         return ""
     share = made.accepted / made.drafted
-    return f"{made.drafted} tokens drafted, {made.accepted} accepted ({share:.0%})"
+    return f"{made.drafted:,} tokens drafted, {made.accepted:,} accepted ({share:.0%})"
 
 
 def _memory(engine: Engine, request: Request) -> str:
-    cache, per_token = engine.cache, engine.cache.bytes_per_token(request.plan.loops)
-    weights = console.size(engine.network.weight_bytes)
-    layers = "PyTorch" if engine.network.kernels is None else "C++"
+    cache, network = engine.cache, engine.network
+    per_token = console.size(cache.bytes_per_token(request.plan.loops))
+    layers = "PyTorch" if network.kernels is None else "C++"
     return (
-        f"{layers} layers; cache {cache.policy}: {console.size(per_token)} per token, "
-        f"{console.size(cache.bytes)} reserved; weights {engine.network.weights}: {weights}"
+        f"weights {console.size(network.weight_bytes)} (--weights {network.weights}); cache "
+        f"{per_token} per token, {console.size(cache.bytes)} reserved (--cache {cache.policy}); "
+        f"layers in {layers}"
     )
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def register(subparsers: Any) -> None:
     parser = subparsers.add_parser("tokenizer", help="train a tokenizer, or compare some")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _register_train(actions)
     _register_eval(actions)
 

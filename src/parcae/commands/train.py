@@ -22,23 +22,31 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.config import ConfigError
-    from parcae.recipe import parse_flags, read_toml
+    from parcae.config import require
+    from parcae.recipe import parse_flags
     from parcae.train.folder import read_recipe
-    from parcae.train.settings import plain_recipe, recipe_from_tree, with_flags
-    from parcae.train.trainer import train
+    from parcae.train.settings import recipe_from_file
 
+    source, resumed = arguments.recipe, arguments.resume
+    either = "Give a recipe to start a run, or --resume RUN to go on with one."
+    given = [one for one in (source, resumed) if one is not None]
+    require(len(given) > 0, "train", "there is nothing to train", either)
+    require(
+        len(given) < 2,
+        "train",
+        f"not both {source} and --resume {resumed}, which follows the recipe in its folder",
+        either,
+    )
     flags = parse_flags(arguments.settings)
-    if (arguments.recipe is None) == (arguments.resume is None):
-        raise ConfigError("train: give a recipe to start a run, or --resume RUN to go on with one.")
-    if arguments.resume is not None:
-        out = arguments.resume
-        if arguments.out is not None:
-            raise ConfigError("--out: a resumed run stays in its folder. Leave --out away.")
-        tree = plain_recipe(read_recipe(out))
+    if resumed is not None:
+        remedy = "Leave --out away."
+        require(arguments.out is None, "--out", "a resumed run stays in its folder", remedy)
+        out, recipe = resumed, read_recipe(resumed, flags)
     else:
-        out = arguments.out or Path("runs") / Path(arguments.recipe).stem
-        tree = read_toml(arguments.recipe)
-    recipe = recipe_from_tree(with_flags(tree, flags))
-    result = train(recipe, out, resume=arguments.resume is not None)
+        out = arguments.out or Path("runs") / Path(source).stem
+        recipe = recipe_from_file(source, flags)
+
+    from parcae.train.trainer import train  # after the recipe, whose errors need not wait for it
+
+    result = train(recipe, out, resume=resumed is not None)
     return 1 if result["status"] == "diverged" else 0

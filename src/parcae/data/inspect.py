@@ -27,8 +27,8 @@ SAMPLE_BLOCKS = 8
 BLOCK_DOCUMENTS = 16_384
 MUCH_CROPPED = 0.3
 BAR_CHARACTERS = 80
-SHOWN_CHARACTERS = 240
-"""A document's piece is shown to this many characters: its start and its end."""
+LINE_CHARACTERS = 76
+SHOWN_DOCUMENTS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +81,14 @@ def inspect(
         console.out.print(
             f"Best fit drops {summary.best_fit.cropped_share:.0%} of the tokens here, since "
             "documents are long beside a row. Use a longer context, split_long = true in the "
-            "loader, or packing = 'concatenate'."
+            "loader, or packing = 'concatenate'.",
+            highlight=False,
         )
     plan = _plan(documents, context, "best-fit")
     packing = plan.block(0, 0)
     for number, row in enumerate(plan.row_order(0, 0, packing.rows)[:rows]):
-        console.out.print(render_row(documents, packing, row, decode, f"row {number}"))
+        words = render_row(documents, packing, row, decode, f"row {number}")
+        console.out.print(words, no_wrap=True, overflow="ellipsis")
     if out_folder is not None:
         folder = Path(out_folder)
         picture = draw_lengths(documents.lengths, context + 1, folder / "lengths.png")
@@ -124,28 +126,30 @@ def summarise(
 def render_row(
     documents: Documents, packing: Packing, row: int, decode: Decode | None, title: str
 ) -> Text:
-    """A row as a bar of its documents' shares and as text, each document in its own colour.
-
-    Without colours the borders can still be seen: a line between documents, scissors at a crop.
-    """
+    """A row as a bar of its documents' shares, and a few lines for each document: how much of it is
+    there, how it begins and how it ends. Bars and headings differ without colours too."""
     segments = list(packing.row(row))
-    bar, text = Text(), Text()
+    count = len(segments)
+    head = Text(f"\n{title}", "bold").append(f"  {count} document{'s' * (count != 1)}", "not bold")
+    bar, lines = Text(), [head]
     end = 0
-    for number, (document, start, length) in enumerate(segments):
+    for number, segment in enumerate(segments):
         style = PALETTE[number % len(PALETTE)]
-        begin, end = end, end + length
+        begin, end = end, end + segment.length
         first, last = (BAR_CHARACTERS * place // packing.capacity for place in (begin, end))
-        bar.append("█" * (last - first), style)
-        tokens = documents.tokens(document)[start : start + length]
-        text.append("│" if number else "", "bold")
-        text.append(_shown(tokens, decode), style)
+        bar.append("█▒"[number % 2] * (last - first), style)
+    lines.append(bar)
+    for number, (document, start, length) in enumerate(segments[:SHOWN_DOCUMENTS]):
+        name = Text(f"  document {document:,}, {length:,} tokens", "bold")
         rest = int(documents.lengths[document]) - start - length
         if rest:
-            text.append(f" ✂ {rest:,} tokens cropped", "bold red")
-    names = ", ".join(f"{s.document:,} ({s.length:,})" for s in segments[:6])
-    more = f", and {len(segments) - 6} more" if len(segments) > 6 else ""
-    head = Text(f"\n{title}", "bold").append(f"  documents (tokens): {names}{more}", "not bold dim")
-    return Text("\n").join([head, bar, text])
+            name.append(f"  ✂ {rest:,} cropped", "bold red")
+        tokens = documents.tokens(document)[start : start + length]
+        style = PALETTE[number % len(PALETTE)]
+        lines += [name, *(Text(f"    {part}", style) for part in _shown(tokens, decode))]
+    if count > SHOWN_DOCUMENTS:
+        lines.append(Text(f"  and {count - SHOWN_DOCUMENTS} more"))
+    return Text("\n").join(lines)
 
 
 def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
@@ -261,7 +265,7 @@ def _print_summary(summary: Summary) -> None:
     console.out.print(
         console.table(
             "Documents",
-            ["", "value"],
+            ["", ""],
             [
                 ("documents", f"{summary.documents:,}"),
                 ("tokens, with BOS", f"{summary.tokens:,}"),
@@ -294,11 +298,12 @@ def _print_summary(summary: Summary) -> None:
     )
 
 
-def _shown(tokens: np.ndarray, decode: Decode | None) -> str:
+def _shown(tokens: np.ndarray, decode: Decode | None) -> list[str]:
+    """In one line, or as its beginning and its end."""
     ids = tokens.tolist()
     text = decode(ids) if decode is not None else " ".join(map(str, ids))
     text = "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "·") for c in text)
-    if len(text) <= SHOWN_CHARACTERS:
-        return text
-    half = SHOWN_CHARACTERS // 2
-    return f"{text[:half]} … {text[-half:]}"
+    if len(text) <= LINE_CHARACTERS:
+        return [text]
+    part = LINE_CHARACTERS - 2
+    return [f"{text[:part]} …", f"… {text[-part:]}"]

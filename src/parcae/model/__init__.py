@@ -15,10 +15,11 @@ def build(config: ModelConfig) -> LanguageModel:
     """The model a configuration describes, without memory for its weights (on the meta device)."""
     import torch
 
+    from parcae.model.init import Unfilled
     from parcae.model.looped import LoopedModel
     from parcae.model.transformer import Transformer
 
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         return Transformer(config) if config.architecture == "transformer" else LoopedModel(config)
 
 

@@ -39,6 +39,7 @@ class TokenFlops:
         return 3 * self.outside + (loops + 2 * gradient_loops) * self.per_loop
 
 
+@lru_cache
 def token_flops(config: ModelConfig, length: int | None = None) -> TokenFlops:
     """The cost of a token in a sequence of `length` (the context length if left out)."""
     length = length or config.context_length

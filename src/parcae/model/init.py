@@ -14,10 +14,13 @@ square). The looped state h_0 is zero, or "like-init": truncated normal with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Block
@@ -25,6 +28,19 @@ from parcae.model.depth import row_generator
 from parcae.model.injection import ConcatenationInjection, DiagonalInjection
 
 INITIAL_DECAY = math.sqrt(1 / 5)
+
+
+class Unfilled(TorchFunctionMode):
+    """Modules made within are not filled with PyTorch's own initial values. Nobody would see them,
+    and on the meta device they import the compiler, which takes longer than all the rest."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def projection_std(width: int) -> float:
@@ -72,10 +88,29 @@ def draw_state(
     dtype: torch.dtype,
 ) -> Tensor:
     """A "like-init" state [..., d_h]: truncated normal, std sqrt(2 / 5 d_h), cut at 3 std."""
-    std = projection_std(shape[-1])
     state = torch.empty(*shape, device=generator.device if generator else device)
-    nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std, generator=generator)
+    _truncated_normal(state.view(-1), projection_std(shape[-1]), generator)
     return state.to(device, dtype)
+
+
+def _truncated_normal(values: Tensor, std: float, generator: torch.Generator | None) -> None:
+    """`nn.init.trunc_normal_` cut at 3 std; on a CPU the very same numbers in half the time.
+
+    That one goes over all numbers in every round, though one in 370 is drawn anew. Every row of
+    every step of training begins with this.
+    """
+    if values.device.type != "cpu":
+        nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
+        return
+    limit = np.float32(3 * std)
+    fresh = torch.empty_like(values)
+    array, anew = values.numpy(), fresh.numpy()
+    values.normal_(0.0, std, generator=generator)
+    outside = np.flatnonzero(np.abs(array) > limit)
+    while outside.size:
+        fresh.normal_(0.0, std, generator=generator)
+        array[outside] = drawn = anew[outside]
+        outside = outside[np.abs(drawn) > limit]
 
 
 def draw_state_rows(
@@ -91,8 +126,10 @@ def draw_state_rows(
     device = torch.device(device)
     if config.loop.state_init == "zero":
         return torch.zeros(len(rows), *shape, device=device)
-    generators = (row_generator(seed, step, row, "state", device) for row in rows)
-    return torch.stack([draw_state(shape, g, device, torch.float32) for g in generators])
+    states, std = torch.empty(len(rows), *shape, device=device), projection_std(shape[-1])
+    for state, row in zip(states.view(len(rows), -1), rows, strict=True):
+        _truncated_normal(state, std, row_generator(seed, step, row, "state", device))
+    return states
 
 
 def _init_block(block: Block, config: ModelConfig, generator: torch.Generator) -> None:

@@ -47,7 +47,7 @@ def write_report(runs: Sequence[Run], out: str | Path) -> Path:
 
 
 def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]) -> str:
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared"
     sections = [
         headlines(runs),
         _section("Training", _figures(training)),
@@ -107,62 +107,75 @@ def describe_model(run: Run) -> str:
 
 
 def headlines(runs: Sequence[Run]) -> str:
-    def row(name: str, cells: Sequence[str]) -> list[str]:
-        return [name, *cells]
-
-    final = [run.validations[-1].depths if run.validations else {} for run in runs]
-    nominal = [one.get(run.nominal_depth or 0) for one, run in zip(final, runs, strict=True)]
-    rows = [
-        row("Status", [run.status for run in runs]),
-        row("Parameters", [whole(run.parameters) for run in runs]),
-        row("Steps", [whole(run.amount("steps")) for run in runs]),
-        row("Tokens", [short(run.amount("tokens")) for run in runs]),
-        row("FLOPs, nominal", [short(run.amount("flops")) for run in runs]),
-        row("FLOPs, executed", [short(run.amount("executed_flops")) for run in runs]),
-        row("Time", [duration(run.amount("seconds")) for run in runs]),
-        row("Tokens per second, median", [short(run.typical("tokens_per_second")) for run in runs]),
-        row("Share of the device's peak", [percent(run.typical("peak_fraction")) for run in runs]),
-        row("Training loss", [decimal(run.train_loss) for run in runs]),
-        row("Depth in use, T", [whole(run.nominal_depth or math.nan) for run in runs]),
-        row("Validation loss there", [_field(one, "loss") for one in nominal]),
-        row("Perplexity there", [_field(one, "perplexity") for one in nominal]),
-        row("Bits per byte there", [_field(one, "bits_per_byte") for one in nominal]),
-        row("Validation loss at T = 1", [_field(one.get(1), "loss") for one in final]),
-        row("Skipped steps", [_counted(run, "skipped_steps", "skipped") for run in runs]),
-        row("Spikes", [_counted(run, "spikes", "spike") for run in runs]),
-        row("Device", [plain_value(run.value("device")) for run in runs]),
-        row("Seed", [_seed(run) for run in runs]),
-    ]
-    kept = [cells for cells in rows if any(cell != NONE for cell in cells[1:])]
-    names = [run.name for run in runs] if len(runs) > 1 else [""]
+    """One run: its numbers in groups, side by side. Several: a column for each."""
     notes = "".join(
         f'<p class="note" role="note"><b>{escape(run.name)}:</b> {escape(str(diagnosis))}</p>\n'
         for run in runs
         if (diagnosis := run.value("diagnosis"))
     )
-    return f"{notes}<h2>In numbers</h2>\n{table(['', *names], kept)}{_validations(runs)}"
+    groups = {
+        caption: [cells for cells in rows if any(cell != NONE for cell in cells[1:])]
+        for caption, rows in {"The run": _spent(runs), "What came out": _came_out(runs)}.items()
+    }
+    if len(runs) > 1:
+        rows = [cells for group in groups.values() for cells in group]
+        numbers = table(["", *(run.name for run in runs)], rows, kind="compared")
+        return f"{notes}<h2>In numbers</h2>\n{numbers}{_validations(runs)}"
+    tables = "".join(table(["", ""], rows, caption) for caption, rows in groups.items())
+    return f"{notes}<h2>In numbers</h2>\n{_tables(tables + _validation(runs[0], 'Validation'))}"
+
+
+def _spent(runs: Sequence[Run]) -> list[list[str]]:
+    return [
+        ["Status", *(run.status for run in runs)],
+        ["Parameters", *(whole(run.parameters) for run in runs)],
+        ["Steps", *(whole(run.amount("steps")) for run in runs)],
+        ["Tokens", *(short(run.amount("tokens")) for run in runs)],
+        ["FLOPs, nominal", *(short(run.amount("flops")) for run in runs)],
+        ["FLOPs, executed", *(short(run.amount("executed_flops")) for run in runs)],
+        ["Time", *(duration(run.amount("seconds")) for run in runs)],
+        ["Tokens per second, median", *(short(run.typical("tokens_per_second")) for run in runs)],
+        ["Share of the device's peak", *(percent(run.typical("peak_fraction")) for run in runs)],
+        ["Device", *(plain_value(run.value("device")) for run in runs)],
+        ["Seed", *(_seed(run) for run in runs)],
+    ]
+
+
+def _came_out(runs: Sequence[Run]) -> list[list[str]]:
+    final = [run.validations[-1].depths if run.validations else {} for run in runs]
+    nominal = [one.get(run.nominal_depth or 0) for one, run in zip(final, runs, strict=True)]
+    return [
+        ["Training loss", *(decimal(run.train_loss) for run in runs)],
+        ["Depth in use, T", *(whole(run.nominal_depth or math.nan) for run in runs)],
+        ["Validation loss there", *(_field(one, "loss") for one in nominal)],
+        ["Perplexity there", *(_field(one, "perplexity") for one in nominal)],
+        ["Bits per byte there", *(_field(one, "bits_per_byte") for one in nominal)],
+        ["Validation loss at T = 1", *(_field(one.get(1), "loss") for one in final)],
+        ["Skipped steps", *(_counted(run, "skipped_steps", "skipped") for run in runs)],
+        ["Spikes", *(_counted(run, "spikes", "spike") for run in runs)],
+    ]
 
 
 def _validations(runs: Sequence[Run]) -> str:
-    parts = []
-    for run in runs:
-        if not run.validations:
-            continue
-        last = run.validations[-1]
-        rows = [
-            [str(depth), *(_field(one, key) for key in ("loss", "perplexity", "bits_per_byte"))]
-            for depth, one in last.depths.items()
-        ]
-        head = ["Loops T", "Loss", "Perplexity", "Bits per byte"]
-        name = f"{run.name}: " if len(runs) > 1 else ""
-        parts.append(table(head, rows, f"{name}validation after step {whole(last.step)}"))
-    joined = f'<div class="tables">{"".join(parts)}</div>\n'
-    return f"<h3>Validation by depth</h3>\n{joined}" if parts else ""
+    tables = "".join(_validation(run, f"{run.name}: validation") for run in runs)
+    return f"<h3>Validation by depth</h3>\n{_tables(tables)}" if tables else ""
+
+
+def _validation(run: Run, what: str) -> str:
+    if not run.validations:
+        return ""
+    last = run.validations[-1]
+    rows = [
+        [str(depth), *(_field(one, key) for key in ("loss", "perplexity", "bits_per_byte"))]
+        for depth, one in last.depths.items()
+    ]
+    head = ["T", "Loss", "Perplexity", "Bits per byte"]
+    return table(head, rows, f"{what} with T loops after step {whole(last.step)}")
 
 
 def samples(runs: Sequence[Run]) -> str:
-    """Side by side under each prompt: every depth of every run."""
-    prompts: dict[str, list[tuple[str, str]]] = {}
+    """Under each prompt from shallow to deep; the runs side by side."""
+    prompts: dict[str, list[tuple[float, str, str]]] = {}
     for run in runs:
         listed = run.value("samples")
         for sample in listed if isinstance(listed, list) else ():
@@ -170,14 +183,15 @@ def samples(runs: Sequence[Run]) -> str:
                 depth = f"T = {plain_value(sample.get('depth'))}"
                 label = f"{run.name}, {depth}" if len(runs) > 1 else depth
                 prompt = str(sample.get("prompt") or "")
-                prompts.setdefault(prompt, []).append((label, str(sample.get("text") or "")))
+                one = (number(sample.get("depth")), label, str(sample.get("text") or ""))
+                prompts.setdefault(prompt, []).append(one)
     return "".join(
         f"<h3>“{escape(prompt)}”</h3>\n"
         '<div class="samples">'
         + "".join(
             f'<div class="sample"><span class="soft">{escape(label)}</span>'
             f"<pre><b>{escape(prompt)}</b>{escape(text)}</pre></div>\n"
-            for label, text in texts
+            for _, label, text in sorted(texts, key=lambda one: one[0])
         )
         + "</div>\n"
         for prompt, texts in prompts.items()
@@ -196,8 +210,8 @@ def events(runs: Sequence[Run]) -> str:
             rest = f", the last {SHOWN_EVENTS} of {len(rows)}" if more > 0 else ""
             caption = f"{run.name}{rest}" if len(runs) > 1 or rest else ""
             shown = rows[-SHOWN_EVENTS:]
-            parts.append(table(["Step", "What", "Message"], shown, caption, text=True))
-    return f'<div class="tables">{"".join(parts)}</div>\n' if parts else ""
+            parts.append(table(["Step", "What", "Message"], shown, caption, kind="text"))
+    return _tables("".join(parts)) if parts else ""
 
 
 def differences(runs: Sequence[Run]) -> str:
@@ -213,7 +227,7 @@ def differences(runs: Sequence[Run]) -> str:
     ]
     if not rows:
         return "<p>Nothing: the recipes are the same.</p>\n"
-    return table(["Key", *(run.name for run in runs)], rows)
+    return table(["Key", *(run.name for run in runs)], rows, kind="compared")
 
 
 def details(runs: Sequence[Run]) -> str:
@@ -224,7 +238,7 @@ def details(runs: Sequence[Run]) -> str:
         if run.result is not None:
             shown = {key: value for key, value in run.result.items() if key != "samples"}
             rows = [[key, plain_value(value)] for key, value in flatten(shown).items()]
-            parts.append(_details(f"Result{name}", table(["Key", "Value"], rows, text=True)))
+            parts.append(_details(f"Result{name}", table(["Key", "Value"], rows, kind="text")))
     return "".join(parts)
 
 
@@ -249,6 +263,10 @@ def _figures(figures: Sequence[Figure]) -> str:
         for figure in figures
     )
     return f'<div class="figures">\n{drawn}</div>\n'
+
+
+def _tables(tables: str) -> str:
+    return f'<div class="tables">{tables}</div>\n'
 
 
 def _section(title: str, body: str) -> str:

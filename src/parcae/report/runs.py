@@ -50,6 +50,11 @@ class Run:
     result: Mapping[str, Any] | None
 
     @property
+    def title(self) -> str:
+        """`demo/run`: where a folder stands often says more than what it is called."""
+        return "/".join(self.folder.resolve().parts[-2:]).lstrip("/")
+
+    @property
     def train(self) -> list[Line]:
         return self.lines.get("train", [])
 

@@ -1,4 +1,5 @@
-"""The page's style sheet: light, one column on a phone, two figures abreast on a desk."""
+"""The page's style sheet: light, one column on a phone; on a desk two figures, or two samples,
+or three tables abreast."""
 
 CSS = """
 :root { --ink: #1d2430; --soft: #5b6770; --line: #e3e6ea; --paper: #ffffff; --tint: #f6f7f9; }
@@ -12,7 +13,7 @@ h2 { font-size: 1.2rem; margin: 2.4rem 0 .8rem; padding-top: 1rem;
 h3 { font-size: 1rem; margin: 1.2rem 0 .5rem; overflow-wrap: anywhere; }
 p { margin: .4rem 0; max-width: 75ch; }
 .soft, figcaption, caption { color: var(--soft); font-size: .9rem; }
-.run { padding: .5rem 0; overflow-wrap: anywhere; }
+.run { padding: .5rem 0; max-width: none; overflow-wrap: anywhere; }
 .dot { display: inline-block; width: .7em; height: .7em; border-radius: 50%; margin-right: .45em; }
 .badge { display: inline-block; padding: 0 .5em; border-radius: .6em; font-size: .8rem;
   background: #e8eef7; color: #23477a; }
@@ -23,21 +24,24 @@ p { margin: .4rem 0; max-width: 75ch; }
   overflow-wrap: anywhere; white-space: pre-wrap; }
 .scroll { overflow-x: auto; }
 .scroll:focus-visible { outline: 2px solid #3b6fb6; }
-table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
+table { width: 100%; border-collapse: collapse; font-size: .92rem;
+  font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding-bottom: .3rem; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 th:first-child, td:first-child { text-align: left; }
+th:last-child, td:last-child { padding-right: 0; }
 thead th { white-space: nowrap; }
 tbody th { font-weight: 500; color: var(--soft); position: sticky; left: 0;
   background: var(--paper); }
+table.compared th:first-child { width: 30%; }
 table.text th, table.text td { text-align: left; }
 table.text td:last-child { overflow-wrap: anywhere; }
-.tables { display: flex; flex-wrap: wrap; gap: 20px 48px; }
-.tables > .scroll { max-width: 100%; }
+.tables { display: grid; gap: 24px 44px; align-items: start;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
 .figures, .samples { display: grid; gap: 20px 28px;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 380px), 1fr)); }
-.samples { gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 300px), 1fr)); }
+.samples { gap: 14px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 440px), 1fr)); }
 figure { margin: 0; max-width: 660px; }
 figure img { width: 100%; height: auto; display: block; }
 .sample { background: var(--tint); border: 1px solid var(--line); border-radius: 8px;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from parcae import console
 
@@ -61,7 +61,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "", *, text: bool = False
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    caption: str = "",
+    *,
+    kind: Literal["numbers", "text", "compared"] = "numbers",
 ) -> str:
     """Cells are escaped; the first of each row is its name. Wide tables scroll by themselves."""
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
@@ -73,8 +77,7 @@ def table(
         for row in rows
     )
     said = f"<caption>{escape(caption)}</caption>" if caption else ""
-    kind = ' class="text"' if text else ""
     return (
-        f'<div class="scroll" tabindex="0"><table{kind}>{said}{top}'
+        f'<div class="scroll" tabindex="0"><table class="{kind}">{said}{top}'
         f"<tbody>{body}</tbody></table></div>\n"
     )

@@ -14,9 +14,9 @@ from typing import Any
 
 from parcae.config import ConfigError
 from parcae.files import FileError, write_text
-from parcae.recipe import read_toml, write_toml
+from parcae.recipe import write_toml
 from parcae.train.log import METRICS_FILE
-from parcae.train.settings import Recipe, plain_recipe, recipe_from_tree
+from parcae.train.settings import Recipe, plain_recipe, recipe_from_file
 
 RECIPE_FILE = "recipe.toml"
 RESULT_FILE = "result.json"
@@ -37,11 +37,11 @@ FREE_TO_CHANGE = {
 """Settings that do not change what is learned, and so may differ when a run goes on."""
 
 
-def read_recipe(folder: Path) -> Recipe:
-    """The recipe of a run that exists."""
+def read_recipe(folder: Path, flags: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of a run that exists, with flags over it."""
     if not (folder / RECIPE_FILE).exists():
         raise FileError(f"{folder}: no run to resume, {RECIPE_FILE} is missing. Check the path.")
-    return recipe_from_tree(read_toml(folder / RECIPE_FILE))
+    return recipe_from_file(folder / RECIPE_FILE, flags)
 
 
 def begin(folder: Path, recipe: Recipe) -> None:

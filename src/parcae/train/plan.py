@@ -107,9 +107,11 @@ def plan(
 
 
 def _hours(recipe: Recipe, work: float | None, speed: float | None, factor: float) -> float | None:
+    limit = recipe.budget.clock_minutes
     if recipe.budget.minutes is not None:
         return recipe.budget.minutes / 60
-    return work / (speed * factor) / 3600 if work and speed else None
+    hours = work / (speed * factor) / 3600 if work and speed else None
+    return hours if hours is None or limit is None else min(hours, limit / 60)
 
 
 def _kind(recipe: Recipe, wanted: str | float | None) -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig, check_positive, check_types, require
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, merge, plain
+from parcae.recipe import build, check_tables, from_file, merge, plain
 
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 
@@ -127,9 +128,12 @@ class ScheduleConfig:
         _share(self, "schedule.", "cooldown_fraction")
 
 
+KINDS_OF_BUDGET = ("tokens", "flops", "tokens_per_parameter", "steps", "minutes")
+
+
 @dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-    """How long to train: exactly one of these."""
+    """How long to train: exactly one of the first five."""
 
     tokens: float | None = None
     flops: float | None = None
@@ -137,21 +141,34 @@ class BudgetConfig:
     steps: int | None = None
     minutes: float | None = None
     """By the clock; such a run is the only kind that does not resume bit for bit."""
+    at_most_minutes: float | None = None
+    """A limit for a machine slower than was thought. Schedules follow the clock once it is ahead
+    of the steps, so that a run it cuts short has cooled down; until then it changes nothing."""
 
     def __post_init__(self) -> None:
         check_types(self, "budget.")
-        given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
-        names = ", ".join(f.name for f in fields(self))
+        given = [name for name in KINDS_OF_BUDGET if getattr(self, name) is not None]
         require(
             len(given) == 1,
             "budget",
             f"{' and '.join(given) or 'nothing'} given",
-            f"Give exactly one of {names}.",
+            f"Give exactly one of {', '.join(KINDS_OF_BUDGET)}.",
         )
-        value = getattr(self, given[0])
+        for name in (given[0], "at_most_minutes"):
+            value = getattr(self, name)
+            fits = value is None or 0 < value < float("inf")
+            require(fits, f"budget.{name}", f"{value} is not positive", "Use more.")
         require(
-            0 < value < float("inf"), f"budget.{given[0]}", f"{value} is not positive", "Use more."
+            self.minutes is None or self.at_most_minutes is None,
+            "budget.at_most_minutes",
+            f"the run has {self.minutes} minutes anyway",
+            "Give one of the two.",
         )
+
+    @property
+    def clock_minutes(self) -> float | None:
+        """When the clock ends the run, whatever else does; None where it never does."""
+        return self.at_most_minutes if self.minutes is None else self.minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +235,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require(
-            self.schedule.cooldown_steps is None or self.budget.minutes is None,
+            self.schedule.cooldown_steps is None or self.budget.clock_minutes is None,
             "schedule.cooldown_steps",
-            "a run by the clock does not know its steps",
+            "a run that the clock may end does not know its steps",
             "Use cooldown_fraction.",
         )
 
@@ -254,8 +271,15 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
 
 def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags over a recipe. A budget on the command line replaces the recipe's, whatever its kind:
-    there is only one."""
-    return {**merge(tree, flags), **({"budget": flags["budget"]} if "budget" in flags else {})}
+    there is only one. A limit alone is laid over it."""
+    budget = flags.get("budget")
+    replaced = isinstance(budget, Mapping) and any(name in KINDS_OF_BUDGET for name in budget)
+    return {**merge(tree, flags), **({"budget": budget} if replaced else {})}
+
+
+def recipe_from_file(path: str | Path, flags: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe's file with flags over it."""
+    return from_file(path, dict(flags or {}), lambda *both: recipe_from_tree(with_flags(*both)))
 
 
 def located(recipe: Recipe) -> Recipe:

@@ -32,7 +32,7 @@ from parcae.train.distributed import Processes, processes
 from parcae.train.guard import diagnose
 from parcae.train.learner import Learner, Step
 from parcae.train.log import Log, finite, open_sinks
-from parcae.train.peak import peak_flops
+from parcae.train.peak import find_peak
 from parcae.train.settings import Recipe, located, plain_recipe
 from parcae.train.stop import StopSignals
 
@@ -72,7 +72,7 @@ class Run:
         keep = recipe.run
         self.checkpoints = Checkpoints(out, workers, keep.keep_last, keep.keep_best)
         self.log: Log | None = None
-        self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
+        self.peak = find_peak(workers.device, learner.dtype) if workers.is_first else None
         self.seconds = 0.0
         self.executed_flops = 0.0
         self.validated: dict[int, DepthLosses] = {}
@@ -85,11 +85,11 @@ class Run:
 
     @property
     def done(self) -> float:
-        """The share of the run that lies behind."""
-        if self.learner.total is not None:
-            return self.learner.step / self.learner.total
-        assert self.recipe.budget.minutes is not None
-        return min(1.0, self.seconds / (60 * self.recipe.budget.minutes))
+        """The share of the run that lies behind, by steps or by the clock, whichever is ahead."""
+        total, minutes = self.learner.total, self.recipe.budget.clock_minutes
+        by_steps = self.learner.step / total if total else 0.0
+        by_clock = min(1.0, self.seconds / (60 * minutes)) if minutes else 0.0
+        return max(by_steps, by_clock)
 
     def go(self) -> dict[str, Any]:
         problem = None
@@ -153,14 +153,14 @@ class Run:
         """Count the time since this was last done."""
         before, self._watch = self._watch, time.perf_counter()
         seconds = self._watch - before
-        if self.learner.total is None:  # the clock decides, so all must read the same one
+        if self.recipe.budget.clock_minutes:  # it may decide, so all must read the same one
             seconds = self.workers.gather(torch.tensor([seconds])).mean().item()
         self.seconds += seconds
 
     def _report(self, measured: Step, took: float) -> None:
         step, tokens = self.learner.step, tokens_per_step(self.recipe)
         spike = measured.taken and self.learner.guard.is_spike(measured.loss)
-        peak = self.peak and self.peak * self.workers.size
+        each = measured.flops / took / self.workers.size
         numbers: dict[str, Any] = {
             "loss": measured.loss,
             "gradient_norm": measured.gradient_norm,
@@ -171,7 +171,7 @@ class Run:
             "mean_depth": measured.mean_depth,
             "max_depth": measured.max_depth,
             "tokens_per_second": tokens / took,
-            "peak_fraction": measured.flops / took / peak if peak else None,
+            "peak_fraction": None if self.peak is None else self.peak.share(each),
             "seconds": self.seconds,
             "skipped": not measured.taken,
         }
@@ -264,6 +264,8 @@ class Run:
             if learner.total is None
             else f"{learner.total:,} steps, {console.short(learner.total * tokens)} tokens"
         )
+        if recipe.budget.at_most_minutes is not None:
+            length += f", at most {recipe.budget.at_most_minutes:g} minutes"
         loop = recipe.model.loop
         loops = (
             f"{loop.mean_loops:g} loops on average, {loop.gradient_loops} with gradient"
@@ -318,8 +320,10 @@ class Run:
         resume = f"parcae train --resume {self.out}"
         saved = self.checkpoints.steps()
         where = f"step {saved[-1]}" if saved else "nothing"
+        early = self.learner.total is not None and self.learner.step < self.learner.total
+        limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
         words = {
-            "finished": f"Finished in {clock(self.seconds)}: {self.out}",
+            "finished": f"Finished in {clock(self.seconds)}{limit if early else ''}: {self.out}",
             "interrupted": f"Stopped at step {self.learner.step}; saved. Go on with: {resume}",
             "diverged": f"Gave up at step {self.learner.step}: no finite loss or gradient for "
             f"{self.recipe.run.bad_steps_in_a_row} steps. {diagnosis} Saved: {where}.",
