@@ -71,17 +71,21 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae import console
     from parcae.config import require
-    from parcae.evaluate.opening import open_scorer
     from parcae.files import exclusive, to_json, write_json
 
     names = _suites(arguments.suite)
     limit = arguments.limit
     require(limit is None or limit >= 1, "limit", f"{limit} is not positive", "Use at least 1.")
+    loops, seeds = _numbers(arguments.loops, "loops"), _numbers(arguments.seeds, "seeds")
+    _check_data(arguments, [name for name in names if name != "val"])
+
+    from parcae import console
+    from parcae.evaluate.opening import open_scorer
+
     scorer = open_scorer(
         arguments.checkpoint,
-        _numbers(arguments.loops, "loops"),
+        loops,
         state=arguments.state,
         tokenizer=arguments.tokenizer,
         best=arguments.best,
@@ -91,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or _default_folder(arguments.checkpoint)
     start = time.monotonic()
     with exclusive(out):
-        result = _evaluate(arguments, names, scorer, out)
+        result = _evaluate(arguments, names, seeds, scorer, out)
         result["seconds"] = round(time.monotonic() - start, 1)
         write_json(out / "result.json", result)
         picture = _show(result, arguments, out)
@@ -106,19 +110,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(
-    arguments: argparse.Namespace, names: list[str], scorer: Scorer, out: Path
+    arguments: argparse.Namespace,
+    names: list[str],
+    seeds: list[int] | None,
+    scorer: Scorer,
+    out: Path,
 ) -> dict[str, Any]:
     from parcae.evaluate.prompts import SEEDS
     from parcae.evaluate.samples import Samples
     from parcae.evaluate.suites import Choices, open_suite
 
-    seeds = _numbers(arguments.seeds, "seeds") or SEEDS
     choices = Choices(
-        arguments.eval_data or Path(), tuple(seeds), arguments.limit, arguments.baselines
+        arguments.eval_data or Path(), tuple(seeds or SEEDS), arguments.limit, arguments.baselines
     )
     others = [name for name in names if name != "val"]
-    if others:
-        _check_data(arguments, others)
     suites: dict[str, Suite] = {name: open_suite(name, choices, scorer) for name in others}
     held_out = None
     if "val" in names:
@@ -214,7 +219,7 @@ def _check_data(arguments: argparse.Namespace, names: list[str]) -> None:
     from parcae.config import require
 
     require(
-        arguments.eval_data is not None,
+        arguments.eval_data is not None or not names,
         "eval-data",
         f"{', '.join(names)} need the tasks' files",
         "Name their folder by --eval-data; docs/evaluation.md says where to get it.",
