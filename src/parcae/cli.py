@@ -29,6 +29,8 @@ COMMANDS = (
     "report",
     "generate",
     "depth",
+    "fit",
+    "predict",
 )
 
 
