@@ -34,7 +34,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--tokens", type=float, metavar="D", help="tokens of training")
     parser.add_argument("--test-loops", type=float, metavar="T", help="loops at test time")
     parser.add_argument(
-        "--tolerance", type=float, metavar="SHARE", help="of the loss: 0.001 is a tenth of a percent"
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help="of the loss: 0.001 is a tenth of a percent",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
@@ -61,9 +64,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
     run_given = arguments.loops is not None and arguments.tokens is not None
     asked = arguments.flops is not None or arguments.loss is not None or run_given
-    require(
-        asked, "predict", "nothing is asked", "Give --flops, --loss, or --loops with --tokens."
-    )
+    require(asked, "predict", "nothing is asked", "Give --flops, --loss, or --loops with --tokens.")
     for name in ("test_loops", "tolerance"):
         require(
             getattr(arguments, name) is None or run_given,

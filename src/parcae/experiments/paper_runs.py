@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ def with_loops(model: str, loops: float) -> ModelConfig:
     return replace(config, loop=replace(config.loop, mean_loops=loops))
 
 
+@lru_cache
 def cost(model: str, loops: float) -> tuple[float, float]:
     """N(mu) and training FLOPs per token."""
     config = with_loops(model, loops)

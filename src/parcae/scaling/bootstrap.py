@@ -1,16 +1,18 @@
 """How sure a fit is: the same fit of data that might have come out instead.
 
 A residual bootstrap over runs. The design stays as it is, since the grid was chosen and not drawn;
-each replica gives every run the error of a run drawn at random, inflated for the parameters that the
-fit has spent. What the losses of one run at several T differ by beyond that common error keeps its
-place and gets a random sign. Drawing runs instead ("pairs") covered as well, but leaves some budgets
-of a small grid almost empty; drawing single losses would take the ten losses of a run for ten runs.
+each replica gives every run the error of a run drawn at random, inflated for the parameters that
+the fit has spent and for the few runs that the size of errors is known from. What the losses of
+one run at several T differ by beyond that common error keeps its place and gets a random sign.
+Drawing runs instead ("pairs") covered as well, but leaves some budgets of a small grid almost
+empty; drawing single losses would take the ten losses of a run for ten runs.
 `docs/scaling-laws.md` has the measured coverage.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from parcae.scaling.fit import Fit, objective
 from parcae.scaling.lbfgs import Tolerance, minimise
 
 LEVEL = 0.9
-REPLICA = Tolerance(slope=1e-5, decrease=1e-9, rounds=200, measured=(0, 20, 40, 80))
+REPLICA = Tolerance(slope=1e-5, decrease=1e-9, rounds=200, pairs=8, measured=(0, 20, 40, 80))
 """Replicas start at the fit; digits beyond a thousandth of their spread would say nothing."""
 TRAINING_PARAMETERS = 5
 """The parameters that runs are spent on; those of the test-time term are fixed by T within runs."""
@@ -55,12 +57,22 @@ def replica_errors(fit: Fit, draws: int, rng: np.random.Generator) -> np.ndarray
     runs, losses = len(names), len(residuals)
     own = np.bincount(place, residuals) / np.bincount(place)
     spent = min(len(fit.law.parameters) - len(fit.frozen), TRAINING_PARAMETERS)
-    common = (own - own.mean()) * np.sqrt(runs / max(runs - spent, 1))
+    left = max(runs - spent, 1)
+    common = (own - own.mean()) * np.sqrt(runs / left) * expansion(left)
     errors = common[rng.integers(runs, size=(draws, runs))][:, place]
     if losses > runs:
         within = (residuals - own[place]) * np.sqrt(losses / (losses - runs))
         errors += within * rng.choice([-1.0, 1.0], (draws, losses))
     return errors
+
+
+def expansion(freedom: int, level: float = LEVEL) -> float:
+    """Student's quantile over the normal one, by the expansion of Cornish and Fisher: percentiles
+    of replicas know the spread of the errors only as well as so many degrees of freedom tell it."""
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    first = (z**3 + z) / (4 * freedom)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return (z + first + second) / z
 
 
 def interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:

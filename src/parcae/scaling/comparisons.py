@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,7 +17,6 @@ from parcae.scaling.points import Points
 from parcae.scaling.predict import Estimate, estimate
 from parcae.scaling.quality import relative_errors
 from parcae.scaling.result import FittedLaw
-from parcae.scaling.shape import Shape
 from parcae.scaling.table import Table
 
 SCORES = ("loss", "core", "core_extended")
@@ -37,14 +37,13 @@ class FixedDepth:
 
 def against_fixed_depth(design: Design, training: FittedLaw | None) -> list[FixedDepth]:
     rows = []
-    grid, base = design.training(), design.baselines()
+    grid, base, shape = design.training(), design.baselines(), design.shape
     for budget in design.budgets:
         here = grid & (design.budget == budget)
         best = np.flatnonzero(here)[design.points.loss[here].argmin()]
         fixed = design.points.loss[base & (design.budget == budget)]
         loops = loss = None
         if training is not None:
-            shape = design.shape
             loops = estimate(training, lambda v, b=budget: frontier(v, shape, b)[0])
             loss = estimate(training, lambda v, b=budget: frontier(v, shape, b)[1])
         rows.append(
@@ -86,9 +85,7 @@ def held_out(design: Design, training: FittedLaw, unified: FittedLaw | None) -> 
         nominal = curve.take(at_mu)
         loss = estimate(
             training,
-            lambda v, at=nominal: np.atleast_2d(
-                training.law.predict(training_part(v), at)
-            )[:, 0],
+            lambda v, at=nominal: np.atleast_2d(training.law.predict(training_part(v), at))[:, 0],
         )
         measured = float(nominal.loss[0])
         whole = oracle = None
@@ -135,9 +132,7 @@ def conditioning(joint: Fit, frozen: Fit, unseen: Sequence[Points]) -> Condition
     def total(fit: Fit) -> float | None:
         if not unseen:
             return None
-        return float(
-            sum(huber(np.log(fit.predict(curve) / curve.loss)).sum() for curve in unseen)
-        )
+        return float(sum(huber(np.log(fit.predict(curve) / curve.loss)).sum() for curve in unseen))
 
     return Conditioning(
         formula=joint.law.formula.split(" + ")[-1],
@@ -167,7 +162,7 @@ def gap_shares(table: Table) -> list[GapShare]:
         key=lambda model: _best_row(table, model, None)[1],
     )
     found = []
-    for smaller, larger in zip(transformers, transformers[1:], strict=False):
+    for smaller, larger in pairwise(transformers):
         size = smaller.partition("-")[2]
         for looped in table.models:
             if is_transformer(looped) or looped.partition("-")[2] != size:
@@ -205,8 +200,3 @@ def _best_row(table: Table, model: str, tokens: float | None) -> tuple[int, floa
         return -1, float("nan")
     best = int(places[table["loss"][places].argmin()])
     return best, float(table["effective_params"][best])
-
-
-def shape_rows(shape: Shape) -> list[tuple[float, float, float]]:
-    """mu, N(mu) and FLOPs per token, as measured."""
-    return [(loops, *pair) for loops, pair in sorted(shape.measured.items())]

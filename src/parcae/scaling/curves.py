@@ -60,11 +60,11 @@ def fit_curves(law: Law, curves: Sequence[Points], seed: int = 0) -> list[CurveF
 def _fit_group(law: Law, curves: list[Points], seed: int) -> list[CurveFit]:
     rng = np.random.default_rng(seed)
     starts = np.concatenate(
-        [random_starts(objective(law, curve, math.inf, None), STARTS, rng) for curve in curves], 1
+        [random_starts(objective(law, curve, math.inf), STARTS, rng) for curve in curves], 1
     )
     targets = np.log(np.stack([curve.loss for curve in curves]))
     every = np.repeat(targets, STARTS, axis=0)
-    problem = objective(law, curves[0], math.inf, None, log_losses=every)
+    problem = objective(law, curves[0], math.inf, log_losses=every)
     rough = minimise(problem, starts, ROUGH)
     best = rough.values.reshape(len(curves), STARTS).argmin(1) + STARTS * np.arange(len(curves))
     fine = minimise(problem.take(best), rough.theta[:, best], FINE)
@@ -144,4 +144,3 @@ def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
             said.append(f"test-time: {name} ends above where it began: loops harm this model.")
         kept.append(curve)
     return kept, said
-

@@ -73,9 +73,7 @@ class Design:
         chosen = self.points.take(self.learns)
         if not len(chosen):
             some = " that laws may learn from (role 'fit')" if self.is_looped.any() else ""
-            raise FitError(
-                f"{self.model}: no looped runs{some}. Add runs with mean_loops above 1."
-            )
+            raise FitError(f"{self.model}: no looped runs{some}. Add runs with mean_loops above 1.")
         nominal = self.points.take(self.training())
         lacking = sorted(set(chosen.run.tolist()) - set(nominal.run.tolist()))
         if lacking:
@@ -87,8 +85,8 @@ class Design:
         depths = np.unique(nominal.mean_loops)
         if len(depths) < 2:
             raise FitError(
-                f"{self.model}: all runs have mean_loops {depths[0]:g}, so what looping does cannot "
-                "be told. Train with at least three values."
+                f"{self.model}: all runs have mean_loops {depths[0]:g}, so what looping does "
+                "cannot be told. Train with at least three values."
             )
         budgets = np.unique(self.budget[self.training()])
         if len(budgets) < 2:

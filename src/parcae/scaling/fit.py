@@ -1,15 +1,15 @@
 """Fitting a law: many random starts, all at once, and the best of them kept.
 
-    fit(laws.TRAINING, points)                          500 starts, successive halving
-    fit(laws.TRAINING, points, Search(halving=False))   every start to convergence
-    fit(laws.UNIFIED, points, frozen={"E": 2.66, ...})  only the other parameters move
+fit(laws.TRAINING, points)                          500 starts, successive halving
+fit(laws.TRAINING, points, Search(halving=False))   every start to convergence
+fit(laws.UNIFIED, points, frozen={"E": 2.66, ...})  only the other parameters move
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -39,13 +39,17 @@ class Search:
     """Of the Huber loss; infinite for least squares."""
     halving: bool = True
     """Give up on the worse starts as they go; see `HALVING`."""
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance = field(default_factory=Tolerance)
 
 
 HALVING = {8: 128, 16: 32, 32: 8, 48: 4, 64: 2}
 """After so many evaluations of each start, only so many of the best go on."""
 SURVIVORS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 384, 512)
 """Rounds at which the survivors measure the curvature anew: they are near an optimum by then."""
+
+
+MOST_ROUNDS = 1500
+"""Of the survivors; who needs more is creeping along a plateau."""
 
 
 def halve(round_: int, values: np.ndarray) -> np.ndarray | None:
@@ -111,22 +115,27 @@ def fit(
 
 
 def objective(
-    law: Law, points: Points, delta: float, frozen: Mapping[str, float] | None, **more: np.ndarray
+    law: Law,
+    points: Points,
+    delta: float,
+    frozen: Mapping[str, float] | None = None,
+    log_losses: np.ndarray | None = None,
 ) -> Objective:
     """What is minimised, in standardised coordinates, with the frozen parameters held."""
     if not frozen:
-        return Objective(law, points, delta=delta, **more)
+        return Objective(law, points, delta=delta, log_losses=log_losses)
     names = law.parameters
     free = tuple(place for place, name in enumerate(names) if name not in frozen)
     held = law.coordinates({name: frozen.get(name, 1.0) for name in names})
     base = law.bind(points, standardised=True).from_plain(held)[:, 0]
-    return Objective(law, points, delta=delta, free=free, base=base, **more)
+    return Objective(law, points, delta=delta, log_losses=log_losses, free=free, base=base)
 
 
 def descend(problem: Objective, start: np.ndarray, search: Search) -> tuple[Minimum, Minimum]:
     """All starts, and the best of them followed to the last digit."""
     if search.halving:
-        tolerance = replace(search.tolerance, measured=SURVIVORS)
+        rounds = min(search.tolerance.rounds, MOST_ROUNDS)
+        tolerance = replace(search.tolerance, measured=SURVIVORS, rounds=rounds)
         found = minimise(problem, start, tolerance, halve)
     else:
         found = minimise(problem, start, search.tolerance)

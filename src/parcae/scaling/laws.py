@@ -23,6 +23,8 @@ import numpy as np
 
 from parcae.scaling.points import Points
 
+TINY = 1e-300
+"""Stands for a parameter that has vanished, whose logarithm has no bottom."""
 Feature = Callable[[Points], np.ndarray]
 
 
@@ -67,7 +69,7 @@ class Law:
         columns = [
             np.atleast_1d(np.asarray(values[name], dtype=float))
             if name in self.exponents
-            else np.log(np.atleast_1d(np.asarray(values[name], dtype=float)))
+            else np.log(np.maximum(np.atleast_1d(np.asarray(values[name], dtype=float)), TINY))
             for name in self.parameters
         ]
         return np.stack(np.broadcast_arrays(*columns))
@@ -127,7 +129,9 @@ class BoundLaw:
 
     def derivatives(self, theta: np.ndarray, terms: list[np.ndarray]) -> list[np.ndarray]:
         """Of the losses, by each parameter: one [rows, points] per parameter."""
-        floor = [] if self.law.floor is None else [np.exp(theta[0])[:, None] * np.ones_like(terms[0])]
+        floor = (
+            [] if self.law.floor is None else [np.exp(theta[0])[:, None] * np.ones_like(terms[0])]
+        )
         return floor + [
             one
             for term, values in zip(self.terms, terms, strict=True)
@@ -259,15 +263,11 @@ def _unified(name: str, decay: str, last: Decay) -> Law:
     return Law(name, f"{TRAINING.formula} + {decay}", "E", (*_FLOOR, last))
 
 
-UNIFIED = _unified(
-    "unified", "Z exp(-z T / μ)", Decay("Z", "z", _relative_loops, is_centred=False)
-)
+UNIFIED = _unified("unified", "Z exp(-z T / μ)", Decay("Z", "z", _relative_loops, is_centred=False))
 UNIFIED_GAMMA = _unified(
     "unified-gamma", "Z exp(-z T μ^-γ)", Decay("Z", "z", _loops, False, exponent="gamma")
 )
-UNIFIED_PLAIN = _unified(
-    "unified-plain", "Z exp(-z T)", Decay("Z", "z", _loops, is_centred=False)
-)
+UNIFIED_PLAIN = _unified("unified-plain", "Z exp(-z T)", Decay("Z", "z", _loops, is_centred=False))
 CONDITIONINGS = (UNIFIED_GAMMA, UNIFIED, UNIFIED_PLAIN)
 
 LAWS: Mapping[str, Law] = {

@@ -149,7 +149,7 @@ class _Rows:
         with np.errstate(invalid="ignore"):
             low_enough = finite & (values <= self.values + ARMIJO * self.length * self.slope)
             take = low_enough & (slope >= CURVATURE * self.slope) & ~self.done
-        gained = np.where(finite, self.values - values, 0.0)
+        gained = np.where(finite, self.values - values, -np.inf)
         self._narrow(low_enough, ~take & ~self.done)
         self._check(take, gained, np.abs(gradient).max(0))
         if take.any():

@@ -29,7 +29,7 @@ class Objective:
 
     Divided so, its values and slopes are of the order of 1 around the optimum, whatever the data,
     and tolerances mean the same everywhere; `total` gives the sum that papers print. Each row may
-    have targets of its own (`log_losses` of shape [rows, points]) or weights of its own.
+    have targets of its own: `log_losses` of shape [rows, points].
     """
 
     def __init__(
@@ -39,17 +39,14 @@ class Objective:
         *,
         delta: float = DELTA,
         log_losses: np.ndarray | None = None,
-        weights: np.ndarray | None = None,
-        standardised: bool = True,
         free: tuple[int, ...] | None = None,
         base: np.ndarray | None = None,
     ) -> None:
         self.law = law
         self.points = points
         self.delta = delta
-        self.bound = law.bind(points, standardised=standardised)
+        self.bound = law.bind(points, standardised=True)
         self.log_losses = np.log(points.loss) if log_losses is None else log_losses
-        self.weights = weights
         self.free = tuple(range(len(law.parameters))) if free is None else free
         self.base = base
         """All coordinates, [parameters], of which only the free ones are moved."""
@@ -74,13 +71,11 @@ class Objective:
             residuals -= self.log_losses
             if math.isinf(self.delta):
                 slopes = residuals
-                values = 0.5 * self._sum(residuals, residuals)
+                values = 0.5 * np.einsum("rn,rn->r", residuals, residuals)
             else:
                 slopes = np.clip(residuals, -self.delta, self.delta)
-                values = self._sum(slopes, residuals) - 0.5 * self._sum(slopes, slopes)
+                values = np.einsum("rn,rn->r", slopes, residuals - 0.5 * slopes)
             np.divide(slopes, losses, out=losses)
-            if self.weights is not None:
-                losses *= self.weights
             gradient = self.bound.backward(whole, terms, losses)
         if len(self.free) < len(whole):
             gradient = gradient[list(self.free)]
@@ -95,30 +90,21 @@ class Objective:
         hessian = np.empty((len(self.free), len(self.free), rows))
         for first in range(0, rows, size):
             part = slice(first, first + size)
-            self.take(part)._add_curvature(theta[:, part], hessian[:, :, part])
+            self.take(part)._fill_curvature(theta[:, part], hessian[:, :, part])
         return hessian
 
-    def _add_curvature(self, theta: np.ndarray, hessian: np.ndarray) -> None:
+    def _fill_curvature(self, theta: np.ndarray, hessian: np.ndarray) -> None:
         whole = self.whole(theta)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             losses, terms = self.bound.forward(whole)
             residuals = np.abs(np.log(losses) - self.log_losses)
             weights = self.scale * np.minimum(1.0, self.delta / residuals)
-            if self.weights is not None:
-                weights = weights * self.weights
             factor = np.sqrt(weights) / losses
             slopes = self.bound.derivatives(whole, terms)
             chosen = [slopes[place] * factor for place in self.free]
         for p, left in enumerate(chosen):
             for q, right in enumerate(chosen[: p + 1]):
                 hessian[p, q] = hessian[q, p] = np.einsum("rn,rn->r", left, right)
-
-    def _sum(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        if self.weights is None:
-            return np.einsum("rn,rn->r", left, right)
-        if self.weights.ndim == 1:
-            return np.einsum("rn,rn,n->r", left, right, self.weights)
-        return np.einsum("rn,rn,rn->r", left, right, self.weights)
 
     def whole(self, theta: np.ndarray) -> np.ndarray:
         """All coordinates: the free ones given, the rest at their fixed values."""
@@ -130,14 +116,11 @@ class Objective:
 
     def take(self, rows: np.ndarray | slice) -> Objective:
         """The same for some of the rows."""
-        if self.log_losses.ndim == 1 and (self.weights is None or self.weights.ndim == 1):
+        if self.log_losses.ndim == 1:
             return self
         part = object.__new__(Objective)
         part.__dict__.update(self.__dict__)
-        if self.log_losses.ndim == 2:
-            part.log_losses = self.log_losses[rows]
-        if self.weights is not None and self.weights.ndim == 2:
-            part.weights = self.weights[rows]
+        part.log_losses = self.log_losses[rows]
         return part
 
     def total(self, value: float) -> float:

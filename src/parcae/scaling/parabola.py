@@ -99,9 +99,7 @@ def fit_power_law(parabolas: list[Parabola]) -> PowerLaw:
     budgets = np.log([one.budget for one in used])
     optima = np.log([one.optimum for one in used])
     exponent, constant = np.polyfit(budgets, optima, 1)
-    return PowerLaw(
-        float(np.exp(constant)), float(exponent), tuple(one.budget for one in used)
-    )
+    return PowerLaw(float(np.exp(constant)), float(exponent), tuple(one.budget for one in used))
 
 
 def replicas(

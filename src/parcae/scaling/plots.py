@@ -1,12 +1,12 @@
 """Every figure of the paper's scaling sections, from a study: PNG and SVG.
 
-    isoloss      contours of the training law over loops and tokens, with the efficient frontier
-    isoflop      a parabola for each FLOP budget
-    power-laws   their lowest points against FLOPs
-    frontier     looping at its best against fixed depth
-    test-time    loss against T by training depth, with exponential fits
-    saturation   loss against T of the models no law has seen, all sizes
-    unified      the unified law and its oracle on those
+isoloss      contours of the training law over loops and tokens, with the efficient frontier
+isoflop      a parabola for each FLOP budget
+power-laws   their lowest points against FLOPs
+frontier     looping at its best against fixed depth
+test-time    loss against T by training depth, with exponential fits
+saturation   loss against T of the models no law has seen, all sizes
+unified      the unified law and its oracle on those
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from parcae import draw
-from parcae.scaling import laws
 from parcae.scaling.comparisons import oracle_curve
 from parcae.scaling.optimum import frontier
 from parcae.scaling.points import Points
@@ -63,8 +62,8 @@ def _isoloss(axes: Any, one: ModelStudy) -> None:
     grid = np.meshgrid(loops, tokens)
     losses = fitted.law.predict(fitted.values, shape.points(*grid)).reshape(grid[0].shape)
     levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
-    lines = axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
-    axes.clabel(lines, levels[1::2], fmt="%.2f", fontsize=8, colors="black")
+    axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
+    _label_contours(axes, levels[1::2], (loops, tokens, losses))
     low = float(shape.flops_per_token(loops[0]) * tokens[0]) / 2
     high = float(shape.flops_per_token(loops[-1]) * tokens[-1]) * 2
     budgets = np.geomspace(low, high, 80)
@@ -75,6 +74,28 @@ def _isoloss(axes: Any, one: ModelStudy) -> None:
     axes.set(xlim=(loops[0], loops[-1]), ylim=(tokens[0], tokens[-1]))
     _loop_ticks(axes, np.unique(seen.mean_loops))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
+
+
+def _label_contours(
+    axes: Any, levels: np.ndarray, grid: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    """To the right of the runs, so that no label hides one."""
+    loops, tokens, losses = grid
+    column = np.searchsorted(loops, loops[-1] / 1.25)
+    falling = losses[:, column]
+    shown = [level for level in levels if falling[-1] < level < falling[0]]
+    heights = np.interp(shown, falling[::-1], np.log(tokens[::-1]))
+    places = [(loops[column], float(np.exp(height))) for height in heights]
+    for place, level in zip(places, shown, strict=True):
+        axes.text(
+            *place,
+            f"{level:.2f}",
+            fontsize=8,
+            ha="center",
+            va="center",
+            zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
 
 
 def _isoflop(axes: Any, one: ModelStudy) -> None:
@@ -107,7 +128,9 @@ def _frontier(axes: Any, one: ModelStudy) -> None:
     axes.plot(budgets, best, "o", color=BLUE, label="best looped run")
     fixed = [(row.budget, row.fixed_loss) for row in one.fixed_depth if row.fixed_loss is not None]
     if fixed:
-        axes.plot(*zip(*fixed, strict=True), "s--", color=ORANGE, linewidth=1.3, label="fixed depth")
+        axes.plot(
+            *zip(*fixed, strict=True), "s--", color=ORANGE, linewidth=1.3, label="fixed depth"
+        )
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
     _flop_ticks(axes, budgets)
     axes.legend(loc="upper right", fontsize=8.5)
@@ -179,8 +202,14 @@ def _saturation(several: Sequence[ModelStudy], out: Path) -> str:
         for one, color in zip(several, _shades(len(several)), strict=True):
             curve = unseen(one)
             assert curve is not None
-            axes.plot(curve.test_loops, curve.loss, "o-", color=color, linewidth=1.4,
-                      label=one.design.model)
+            axes.plot(
+                curve.test_loops,
+                curve.loss,
+                "o-",
+                color=color,
+                linewidth=1.4,
+                label=one.design.model,
+            )
         axes.set(title="Held-out models", xlabel="loops at test time T", ylabel="validation loss")
         axes.legend(loc="upper right", fontsize=8.5)
         return _save(canvas, out, "saturation")
@@ -217,9 +246,8 @@ def _power_law(axes: Any, one: ModelStudy, name: str) -> None:
     _flop_ticks(axes, budgets)
     low, high = axes.get_ylim()
     unit, letter = (1.0, "") if name == "loops" else (1e9, " B")
-    steps = np.array([1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]) * unit / (1 if unit == 1 else 4)
-    shown = [step for step in steps if low <= step <= high]
-    axes.set_yticks(shown, [f"{step / unit:g}{letter}" for step in shown])
+    shown = _round_numbers(low / unit, high / unit)
+    axes.set_yticks([unit * one for one in shown], [f"{one:g}{letter}" for one in shown])
     axes.minorticks_off()
     axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend
     axes.legend(loc="upper left", fontsize=8.5, ncols=1)
@@ -235,6 +263,17 @@ def _legend_right(axes: Any, title: str) -> None:
     axes.legend(
         title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5, title_fontsize=8.5
     )
+
+
+def _round_numbers(low: float, high: float, most: int = 7) -> list[float]:
+    """Numbers that are easily read, between two limits on a logarithmic scale."""
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    found: list[float] = []
+    for digits in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 4, 7), (1, 2, 5), (1, 3), (1,)):
+        found = [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
+        if len(found) <= most:
+            break
+    return found
 
 
 def _flop_ticks(axes: Any, budgets: Sequence[float] | np.ndarray) -> None:

@@ -1,9 +1,9 @@
 """Questions a fit can answer, with intervals: how deep, how long, how good, how much.
 
-    recommend(model, 1e19)              loops and tokens for a budget, and the loss they reach
-    loss_at(model, 8, 11.2e9, 4)        the loss of a run, at any T
-    loops_worth(model, 8, 11.2e9, 1e-3) the T from which more loops no longer help
-    flops_needed(model, 2.9)            what a loss costs
+recommend(model, 1e19)              loops and tokens for a budget, and the loss they reach
+loss_at(model, 8, 11.2e9, 4)        the loss of a run, at any T
+loops_worth(model, 8, 11.2e9, 1e-3) the T from which more loops no longer help
+flops_needed(model, 2.9)            what a loss costs
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def recommend(model: FittedModel, flops: float) -> Recommendation:
     whole, loss = _best_whole(fitted, model, flops, best.value)
     parabolas = None
     if {"loops", "tokens"} <= set(model.power_laws):
-        parabolas = tuple(float(model.power_laws[name](flops)) for name in ("loops", "tokens"))
+        laws = model.power_laws
+        parabolas = float(laws["loops"](flops)), float(laws["tokens"](flops))
     return Recommendation(
         flops=flops,
         loops=best,
@@ -121,8 +122,8 @@ def flops_needed(model: FittedModel, loss: float) -> Answer:
     if not np.isfinite(found.value):
         _, lowest = frontier(fitted.values, shape, 1e60)
         raise ConfigError(
-            f"--loss: {model.model} never reaches {loss:g}: with endless data and {DEEPEST:g} loops "
-            f"its law ends at {lowest[0]:.4f}. Ask for more, or fit a larger model."
+            f"--loss: {model.model} never reaches {loss:g}: with endless data and {DEEPEST:g} "
+            f"loops its law ends at {lowest[0]:.4f}. Ask for more, or fit a larger model."
         )
     loops = float(flops_for(fitted.values, shape, loss)[1][0])
     return Answer(found, _beyond(model, flops=found.value, mean_loops=loops))

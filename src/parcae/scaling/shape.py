@@ -44,20 +44,19 @@ class Shape:
         ends = (self.measured[1.0][1], self.flops + first * self.flops_per_loop)
         return np.where(loops < first, np.interp(loops, (1.0, first), ends), line)
 
-    def points(
-        self, loops: object, tokens: object, test_loops: object = None
-    ) -> Points:
+    def points(self, loops: object, tokens: object, test_loops: object = None) -> Points:
         """Where to ask a law for its loss (the losses in it are only placeholders)."""
         loops, tokens = np.broadcast_arrays(
             np.asarray(loops, dtype=float), np.asarray(tokens, dtype=float)
         )
-        test = loops if test_loops is None else np.broadcast_to(test_loops, loops.shape)
+        test = loops if test_loops is None else np.asarray(test_loops, dtype=float)
+        test = np.broadcast_to(test, loops.shape)
         return points(
             loss=np.ones(loops.size),
             effective_params=self.effective_params(loops).ravel(),
             tokens=tokens.ravel(),
             mean_loops=loops.ravel(),
-            test_loops=np.asarray(test, dtype=float).ravel(),
+            test_loops=test.ravel(),
         )
 
     def loops_grid(self, deepest: float = DEEPEST) -> np.ndarray:

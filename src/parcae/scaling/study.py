@@ -263,7 +263,7 @@ def _edges(found: list[parabola.Parabola]) -> list[str]:
     for one in found:
         if not one.is_convex:
             said.append(
-                f"parabola at {one.budget:.3g} FLOPs opens downwards: the runs show no optimum there."
+                f"parabola at {one.budget:.3g} FLOPs opens downwards: its runs show no optimum."
             )
         elif not one.is_inside:
             side = "below" if one.optimum < one.low else "above"

@@ -79,8 +79,7 @@ def _laws(one: ModelStudy) -> Iterator[View]:
             continue
         intervals = fitted.intervals()
         rows = [
-            (key, f"{value:.4g}", _span(intervals.get(key)))
-            for key, value in fitted.values.items()
+            (key, f"{value:.4g}", _span(intervals.get(key))) for key, value in fitted.values.items()
         ]
         yield View(f"{model}: {fitted.law.formula}", ("", "value", "interval"), rows)
         yield View(f"{model}: how well {name} fits", ("", "value"), _quality(fitted))
@@ -205,7 +204,16 @@ def _held_out(several: list[ModelStudy]) -> View:
                     NONE if row.oracle_error is None else _percent(row.oracle_error),
                 )
             )
-    columns = ("model", "μ", "tokens", "measured", "predicted", "error", "over all T", "with oracle")
+    columns = (
+        "model",
+        "μ",
+        "tokens",
+        "measured",
+        "predicted",
+        "error",
+        "over all T",
+        "with oracle",
+    )
     return View("Runs no law has seen", columns, rows)
 
 

@@ -3,8 +3,10 @@
     model,mean_loops,tokens,flops,effective_params,test_loops,loss
     parcae-140m,2,1763602140,1e18,158482176,2,3.266
 
-Columns beyond these are allowed and kept. Three of them mean something: `seed` and `run` tell apart
-runs that are otherwise alike, and `role` (`fit` or `held-out`) says which runs a law may learn from.
+Columns beyond these are allowed and kept. Some of them mean something: `seed` and `run` tell apart
+runs that are otherwise alike, `role` (`fit` or `held-out`) says which runs a law may learn from,
+`budget` which runs share one where FLOPs are not quite equal; `core` and `core_extended` are
+scores that the gap to the next larger Transformer is told in.
 A table that cannot be right is refused, with the rows and the columns at fault.
 """
 
@@ -110,7 +112,11 @@ def write_table(path: str | Path, table: Table) -> Path:
 def _spell(value: Any) -> str:
     """Numbers with every digit they have; a float keeps a decimal point only if it needs one."""
     if isinstance(value, float | np.floating):
-        return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
+        return (
+            str(int(value))
+            if float(value).is_integer() and abs(value) < 1e15
+            else repr(float(value))
+        )
     return "" if value is None else str(value)
 
 
