@@ -20,7 +20,8 @@ PROBE = """
 <script>addEventListener("load", () => {
   const wide = document.documentElement.scrollWidth - innerWidth;
   const dots = document.querySelectorAll("circle").length;
-  document.title = `overflow ${wide} dots ${dots} | ${document.getElementById("answer").textContent}`;
+  const answer = document.getElementById("answer").textContent;
+  document.title = `overflow ${wide} dots ${dots} | ${answer}`;
 })</script>
 """
 

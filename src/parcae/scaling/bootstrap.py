@@ -16,12 +16,13 @@ from statistics import NormalDist
 
 import numpy as np
 
-from parcae.scaling.fit import Fit, objective
+from parcae.scaling.fit import Fit, FitError, objective
 from parcae.scaling.lbfgs import Tolerance, minimise
 
 LEVEL = 0.9
-REPLICA = Tolerance(slope=1e-5, decrease=1e-9, rounds=200, pairs=8, measured=(0, 20, 40, 80))
-"""Replicas start at the fit; digits beyond a thousandth of their spread would say nothing."""
+REPLICA = Tolerance(slope=1e-4, decrease=1e-8, rounds=1000)
+"""Replicas start at the fit; digits beyond a thousandth of their spread would say nothing. The
+curvature is not measured: where noise leaves a parameter open, that would stop them halfway."""
 TRAINING_PARAMETERS = 5
 """The parameters that runs are spent on; those of the test-time term are fixed by T within runs."""
 
@@ -47,7 +48,14 @@ def bootstrap(fit: Fit, draws: int = 200, seed: int = 0) -> Draws:
     start = problem.bound.from_plain(fit.law.coordinates(fit.values))[list(problem.free)]
     found = minimise(problem, np.repeat(start, draws, axis=1), REPLICA)
     values = fit.law.values(problem.bound.to_plain(problem.whole(found.theta)))
-    return Draws(values, float(found.converged.mean()))
+    sound = np.all([np.isfinite(column) for column in values.values()], axis=0)
+    if sound.mean() < 0.5:
+        raise FitError(
+            f"{fit.law.formula}: in most replicas of the data its parameters grow without bound, "
+            "so the points do not fix them. Add runs."
+        )
+    kept = {name: column[sound] for name, column in values.items()}
+    return Draws(kept, float((found.converged & sound).mean()))
 
 
 def replica_errors(fit: Fit, draws: int, rng: np.random.Generator) -> np.ndarray:

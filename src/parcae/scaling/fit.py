@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from parcae.config import ConfigError
-from parcae.scaling.laws import Law
+from parcae.scaling.laws import COLUMN, Law
 from parcae.scaling.lbfgs import Minimum, Tolerance, minimise
 from parcae.scaling.objective import DELTA, Objective
 from parcae.scaling.points import Points
@@ -95,14 +95,16 @@ def fit(
     frozen: Mapping[str, float] | None = None,
 ) -> Fit:
     problem = objective(law, points, search.delta, frozen)
-    check_enough(law, points, len(problem.free))
+    check_enough(law, points, frozen or {})
     start = random_starts(problem, search.starts, np.random.default_rng(search.seed))
     found, best = descend(problem, start, search)
     whole = problem.bound.to_plain(problem.whole(best.theta))
+    values = {name: float(row[0]) for name, row in law.values(whole).items()}
+    check_finite(law, values)
     same = found.values[found.followed] <= best.values[0] * (1 + SAME) + 1e-9
     return Fit(
         law=law,
-        values={name: float(row[0]) for name, row in law.values(whole).items()},
+        values=values,
         objective=problem.total(float(best.values[0])),
         delta=search.delta,
         frozen=tuple(frozen or ()),
@@ -165,9 +167,27 @@ def random_starts(problem: Objective, count: int, rng: np.random.Generator) -> n
     return np.stack(rows)[list(problem.free)]
 
 
-def check_enough(law: Law, points: Points, free: int) -> None:
-    if len(points) <= free:
+def check_enough(law: Law, points: Points, frozen: Mapping[str, float]) -> None:
+    free = [name for name in law.parameters if name not in frozen]
+    if len(points) <= len(free):
         raise FitError(
-            f"{law.formula}: {len(points)} points cannot fix {free} parameters. "
-            f"Measure at least {free + 1}."
+            f"{law.formula}: {len(points)} points cannot fix {len(free)} parameters. "
+            f"Measure at least {len(free) + 1}."
+        )
+    for decay in law.decays:
+        feature = decay.feature(points)
+        if decay.rate in free and np.ptp(feature) <= 1e-9 * np.abs(feature).max():
+            column = COLUMN.get(decay.feature, "test_loops")
+            raise FitError(
+                f"{law.formula}: all points have the same {column}, so {decay.amplitude} and "
+                f"{decay.rate} cannot be told from the rest. Measure at several."
+            )
+
+
+def check_finite(law: Law, values: Mapping[str, float]) -> None:
+    lost = [name for name, value in values.items() if not math.isfinite(value)]
+    if lost:
+        raise FitError(
+            f"{law.formula}: {' and '.join(lost)} grow without bound, so the points do not fix "
+            "them. Add runs that differ more in parameters and tokens."
         )

@@ -76,10 +76,11 @@ class Law:
 
     def values(self, coordinates: np.ndarray) -> dict[str, np.ndarray]:
         """The inverse of `coordinates`: an array of one value per row for each parameter."""
-        return {
-            name: row.copy() if name in self.exponents else np.exp(row)
-            for name, row in zip(self.parameters, coordinates, strict=True)
-        }
+        with np.errstate(over="ignore"):
+            return {
+                name: row.copy() if name in self.exponents else np.exp(row)
+                for name, row in zip(self.parameters, coordinates, strict=True)
+            }
 
     def predict(self, values: Mapping[str, float | np.ndarray], at: Points) -> np.ndarray:
         """[rows, points], or [points] where every value is a single number."""
@@ -236,6 +237,9 @@ def _log_one_more_loop(at: Points) -> np.ndarray:
 def _relative_loops(at: Points) -> np.ndarray:
     return at.test_loops / at.mean_loops
 
+
+COLUMN = {_log_params: "effective_params", _log_tokens: "tokens"}
+"""The column of the table a feature is made of; of all others, test_loops."""
 
 _FLOOR = (Decay("X", "x", _log_params, True), Decay("Y", "y", _log_tokens, True))
 
