@@ -55,13 +55,13 @@ def test_noise_of_its_own_for_each_token_makes_drafts_right():
 
 def test_loops_are_run_once():
     """A token that is drafted and accepted loops as often as a token that was not drafted."""
-    engine = Engine(model_of("parcae"))
+    engine = Engine(model_of("parcae"), layers="torch")
     ran, loop = 0, engine.network.loop
 
-    def counted(h, given, work, cache, loops):
+    def counted(h, drive, work, cache, loops):
         nonlocal ran
         ran += len(h) * len(loops)
-        return loop(h, given, work, cache, loops)
+        return loop(h, drive, work, cache, loops)
 
     engine.network.loop = counted  # type: ignore[method-assign]
     made = engine.generate([3, 4], new_tokens=17, loops=6, draft_loops=2, draft_tokens=4)

@@ -114,7 +114,7 @@ def _drafts(meter: Meter) -> str:
 def _memory(engine: Engine, request: Request) -> str:
     cache, per_token = engine.cache, engine.cache.bytes_per_token(request.plan.loops)
     weights = console.size(engine.network.weight_bytes)
-    layers = "PyTorch" if engine.network.kernels is None else "C++"
+    layers = "PyTorch" if engine.network.native is None else "C++"
     return (
         f"{layers} layers; cache {cache.policy}: {console.size(per_token)} per token, "
         f"{console.size(cache.bytes)} reserved; weights {engine.network.weights}: {weights}"

@@ -18,33 +18,31 @@ import torch
 from torch import Tensor
 
 from parcae.infer.cache import Cache
-from parcae.infer.network import Given, Network, joined
+from parcae.infer.deepen import Begun, Task, deepen
+from parcae.infer.network import Network
 from parcae.infer.sequence import Sequence
 from parcae.infer.work import Part, Work
 
 
 def decode(network: Network, cache: Cache, sequences: Several[Sequence]) -> None:
     """One round for sequences with the same draft: each gains one token at least."""
-    plan = sequences[0].request.plan
-    drafted, states, givens = _draft(network, cache, sequences)
-    parts = [
-        Part(s.row, len(s.tokens) - 1, 1 + len(draft))
-        for s, draft in zip(sequences, drafted, strict=True)
-    ]
-    h, given = _by_sequence(drafted, states, givens)
-    work = Work(parts, network.device)
-    h = network.loop(h, given, work, cache, range(plan.draft_loops + 1, plan.loops + 1))
-    logits = network.logits(network.read(h, given, work, cache)).cpu()
+    drafted, begun = _draft(network, cache, sequences)
+    pairs = list(zip(sequences, drafted, strict=True))
+    parts = [Part(s.row, len(s.tokens) - 1, 1 + len(draft)) for s, draft in pairs]
+    ids = [token for s, draft in pairs for token in (s.tokens[-1], *draft)]
+    limits = [sequences[0].request.plan.loops] * len(sequences)
+    work = Work(parts, ids, network.device)
+    logits = deepen(network, cache, Task(work=work, limits=limits, begun=begun)).logits.cpu()
     start = 0
-    for sequence, draft in zip(sequences, drafted, strict=True):
+    for sequence, draft in pairs:
         _verify(sequence, draft, logits[start : start + 1 + len(draft)])
         start += 1 + len(draft)
 
 
 def _draft(
     network: Network, cache: Cache, sequences: Several[Sequence]
-) -> tuple[list[list[int]], list[Tensor], list[Given]]:
-    """Guesses for each sequence; and for each step the states and inputs of those that took it.
+) -> tuple[list[list[int]], Begun]:
+    """Guesses for each sequence, and where they and the token before them stand.
 
     The last guess is run through the shallow loops too, so that verifying predicts what follows it.
     """
@@ -52,44 +50,38 @@ def _draft(
     # A sequence near its end drafts only what it could still use.
     lengths = [min(plan.draft_tokens, s.room - 1) for s in sequences]
     drafted: list[list[int]] = [[] for _ in sequences]
-    states, givens = [], []
+    states, drives = [], []
     for step in range(max(lengths) + 1):
         going = [i for i, length in enumerate(lengths) if step <= length]
-        last = [drafted[i][-1] if drafted[i] else sequences[i].tokens[-1] for i in going]
+        ids = [drafted[i][-1] if drafted[i] else sequences[i].tokens[-1] for i in going]
         parts = [Part(sequences[i].row, len(sequences[i].tokens) - 1 + step) for i in going]
-        work = Work(parts, network.device)
-        given = network.begin(torch.tensor(last, device=network.device), work, cache)
-        h = network.initial_state(given)
-        h = network.loop(h, given, work, cache, range(1, plan.draft_loops + 1))
-        states.append(h)
-        givens.append(given)
         guessing = [n for n, i in enumerate(going) if step < lengths[i]]
-        if guessing:
-            x = network.read(h, given, work, cache)
-            logits = network.logits(x).cpu()
-            for n in guessing:
-                sequence, draft = sequences[going[n]], drafted[going[n]]
-                draft.append(sequence.choose(logits[n], tuple(draft)))
-    return drafted, states, givens
+        task = Task(
+            work=Work(parts, ids, network.device),
+            limits=[plan.draft_loops] * len(going),
+            predict=guessing,
+        )
+        reached = deepen(network, cache, task)
+        states.append(reached.state)
+        drives.append(reached.drive)
+        for n, logits in zip(guessing, reached.logits.cpu(), strict=True):
+            sequence, draft = sequences[going[n]], drafted[going[n]]
+            draft.append(sequence.choose(logits, tuple(draft)))
+    order = _by_sequence(lengths)
+    begun = (_ordered(tensors, order) for tensors in (states, drives))
+    return drafted, Begun(plan.draft_loops, *begun)
 
 
-def _by_sequence(
-    drafted: list[list[int]], states: list[Tensor], givens: list[Given]
-) -> tuple[Tensor, Given]:
-    """From step by step to sequence by sequence."""
-    counts = [1 + len(draft) for draft in drafted]
-    steps = [[i for i, count in enumerate(counts) if step < count] for step in range(len(states))]
-    starts = [sum(len(before) for before in steps[:step]) for step in range(len(steps))]
-    order = [
-        starts[step] + steps[step].index(i)
-        for i, count in enumerate(counts)
-        for step in range(count)
-    ]
-    h, given = torch.cat(states), joined(givens)
-    if order == list(range(len(order))):
-        return h, given
-    index = torch.tensor(order, device=h.device)
-    return h[index], given.only(index)
+def _by_sequence(lengths: Several[int]) -> list[int]:
+    """Where what was made step by step stands for each sequence, one after the other."""
+    steps = range(max(lengths) + 1)
+    made = [(i, step) for step in steps for i, length in enumerate(lengths) if step <= length]
+    return sorted(range(len(made)), key=made.__getitem__)
+
+
+def _ordered(tensors: list[Tensor], order: list[int]) -> Tensor:
+    together = torch.cat(tensors)
+    return together if order == sorted(order) else together[order]
 
 
 def _verify(sequence: Sequence, draft: list[int], logits: Tensor) -> None:
