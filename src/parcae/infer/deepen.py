@@ -25,10 +25,8 @@ class Begun:
     """Where the tokens of an earlier pass stand: all of them ran `loops` loops."""
 
     loops: int
-    state: Tensor
-    """h [N, d_h]"""
-    drive: Tensor
-    """B_bar e [N, d_h]"""
+    held: Tensor
+    """States h and drives B_bar e [2, N, d_h]."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,12 +70,14 @@ class Reached:
 
     logits: Tensor
     """[n, V], of the tokens that were to be predicted from."""
-    state: Tensor
-    """h [N, d_h], as the loop left it."""
-    drive: Tensor
-    """B_bar e [N, d_h], which no loop changes."""
+    held: Tensor
+    """States h as the loop left them, and drives B_bar e [2, N, d_h]."""
     loops: list[int]
     """How many each part ran."""
+
+    @property
+    def state(self) -> Tensor:
+        return self.held[0]
 
 
 def deepen(network: Network, cache: Cache, task: Task) -> Reached:
@@ -99,13 +99,12 @@ def _in_one_call(native: NativeNetwork, cache: Cache, task: Task) -> Reached:
         pairs = list(zip(rules, limits, strict=True))
         shorter = [limit if rule is None else rule.most_loops(limit) for rule, limit in pairs]
         depth = Depth(shorter, [rule.least_change if rule else 0.0 for rule in rules], limits)
-    start = task.start if begun is None else begun.state
-    drive = None if begun is None else begun.drive
-    logits, state, drive, ran = native.all_at_once(
-        task.work, cache, task.loops, depth, task.predicted, start, drive
+    held = None if begun is None else begun.held
+    logits, held, ran = native.all_at_once(
+        task.work, cache, task.loops, depth, task.predicted, task.start, held
     )
     loops = [ran[place] for place in task.work.last_tokens] if ran else list(limits)
-    return Reached(logits, state, drive, loops)
+    return Reached(logits, held, loops)
 
 
 def _step_by_step(
@@ -116,7 +115,7 @@ def _step_by_step(
         drive = stages.begin(work, cache)
         h = torch.zeros_like(drive) if task.start is None else task.start
     else:
-        h, drive = begun.state, begun.drive
+        h, drive = begun.held
     if any(task.rule_of_each) or task.extrapolation != "none" or len(set(task.limits)) > 1:
         x, h, loops = _Descent(network, stages, cache, task, drive).run(h)
     else:
@@ -124,7 +123,7 @@ def _step_by_step(
         x = stages.read(h, work, cache) if task.predicted else h
         loops = list(task.limits)
     logits = stages.logits(x[list(task.predicted)]) if task.predicted else x[:0]
-    return Reached(logits, h, drive, loops)
+    return Reached(logits, torch.stack((h, drive)), loops)
 
 
 class _Descent:

@@ -291,12 +291,11 @@ class Engine:
 
     def _take(self, sequences: list[Sequence], reached: Reached, places: Several[int]) -> None:
         """The next token of each; `places` are those of their last ones in the pass."""
-        logits = reached.logits.cpu()
-        for number, (sequence, place) in enumerate(zip(sequences, places, strict=True)):
+        each = zip(sequences, places, reached.loops, reached.logits.cpu().unbind(), strict=True)
+        for sequence, place, loops, logits in each:
             if sequence.request.plan.start == "previous":
                 sequence.state = reached.state[place]
-            token = sequence.choose(logits[number])
-            sequence.accept(token, reached.loops[number], logits[number])
+            sequence.accept(sequence.choose(logits), loops, logits)
 
 
 def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:

@@ -37,8 +37,12 @@ from parcae.model.transformer import Transformer
 def exactly(device: torch.device) -> Iterator[None]:
     """Without gradient, and in the precision of the weights also where a caller trains in another:
     autocast would round what is folded and cached."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+    with torch.no_grad():
+        if not torch.is_autocast_enabled(device.type):  # asking is much quicker than turning off
+            yield
+            return
+        with torch.autocast(device.type, enabled=False):
+            yield
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import SupportsIndex
 
@@ -122,7 +123,11 @@ def _rank(chances: Tensor, sampling: Sampling) -> Tensor:
 
 def check_logits(logits: Tensor) -> None:
     """NaN anywhere, infinity, or nothing but minus infinity: the maximum shows them all."""
-    if not logits.amax(-1).isfinite().all():
+    check_largest(bool(logits.amax(-1).isfinite().all()))
+
+
+def check_largest(finite: bool) -> None:
+    if not finite:
         raise BrokenLogits(
             "logits: not a number. The model has diverged, or its weights are broken."
         )
@@ -138,8 +143,10 @@ def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tenso
     return logits.index_copy(0, ids, torch.where(held > 0, held / factor, held * factor))
 
 
+@lru_cache(maxsize=64)
 def noise(seed: int, position: int, size: int) -> Tensor:
-    """What decides the token at `position`, whoever asks for it: [V] in float64."""
+    """What decides the token at `position`, whoever asks for it: [V] in float64. A draft and the
+    text ask for the same, one after the other; nobody may change it."""
     generator = row_generator(seed, position, 0, "sample")
     return torch.empty(size, dtype=torch.float64).exponential_(generator=generator)
 
@@ -153,8 +160,9 @@ def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Seq
     """The token at `position`, from its logits [V] and the tokens before it."""
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
-        best = int(logits.argmax())  # not a number counts as the largest
-        check_logits(logits[best])
+        plain = logits.detach().numpy()  # an operator of PyTorch would take longer than the search
+        best = int(plain.argmax())  # not a number counts as the largest
+        check_largest(math.isfinite(plain[best]))
         return best
     chances = probabilities(logits, sampling)
     return int(choose(chances, noise(seed, position, len(chances))))

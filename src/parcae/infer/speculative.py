@@ -50,7 +50,7 @@ def _draft(
     # A sequence near its end drafts only what it could still use.
     lengths = [min(plan.draft_tokens, s.room - 1) for s in sequences]
     drafted: list[list[int]] = [[] for _ in sequences]
-    states, drives = [], []
+    held = []
     for step in range(max(lengths) + 1):
         going = [i for i, length in enumerate(lengths) if step <= length]
         ids = [drafted[i][-1] if drafted[i] else sequences[i].tokens[-1] for i in going]
@@ -62,14 +62,14 @@ def _draft(
             predict=guessing,
         )
         reached = deepen(network, cache, task)
-        states.append(reached.state)
-        drives.append(reached.drive)
+        held.append(reached.held)
         for n, logits in zip(guessing, reached.logits.cpu(), strict=True):
             sequence, draft = sequences[going[n]], drafted[going[n]]
             draft.append(sequence.choose(logits, tuple(draft)))
-    order = _by_sequence(lengths)
-    begun = (_ordered(tensors, order) for tensors in (states, drives))
-    return drafted, Begun(plan.draft_loops, *begun)
+    together = torch.cat(held, dim=1)
+    if len(sequences) > 1:
+        together = together[:, _by_sequence(lengths)]
+    return drafted, Begun(plan.draft_loops, together)
 
 
 def _by_sequence(lengths: Several[int]) -> list[int]:
@@ -77,11 +77,6 @@ def _by_sequence(lengths: Several[int]) -> list[int]:
     steps = range(max(lengths) + 1)
     made = [(i, step) for step in steps for i, length in enumerate(lengths) if step <= length]
     return sorted(range(len(made)), key=made.__getitem__)
-
-
-def _ordered(tensors: list[Tensor], order: list[int]) -> Tensor:
-    together = torch.cat(tensors)
-    return together if order == sorted(order) else together[order]
 
 
 def _verify(sequence: Sequence, draft: list[int], logits: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The structures of `layer.h` and `pass.cpp`, field by field: addresses and numbers.
+"""The structures of a model in `layer.h` and `pass.cpp`, field by field: addresses and numbers.
 
 Whoever fills one keeps the tensors it points to.
 """
@@ -13,10 +13,10 @@ from ctypes import c_float, c_int32, c_int64, c_void_p
 from torch import Tensor
 
 
-def address(data: Tensor | array | None) -> int | None:
+def address(data: Tensor | array | None) -> int:
     if data is None:
-        return None
-    return data.data_ptr() if isinstance(data, Tensor) else data.buffer_info()[0]
+        return 0
+    return data.buffer_info()[0] if isinstance(data, array) else data.data_ptr()
 
 
 def numbers(values: Iterable[int]) -> array:
@@ -49,20 +49,4 @@ class ModelFields(ctypes.Structure):
         *_named(MatrixFields, "into transition"),
         *_named(c_void_p, "decay"),
         *_named(MatrixFields, "readout head"),
-    )
-
-
-class PassFields(ctypes.Structure):
-    _fields_ = (
-        *_named(c_int64, "tokens"),
-        *_named(c_void_p, "ids rows positions outer core"),
-        *_named(c_int64, "outer_layer outer_row core_layer core_row"),
-        *_named(c_int32, "begins reads"),
-        *_named(c_int64, "loops"),
-        *_named(c_void_p, "slots"),
-        *_named(c_int64, "loops_before"),
-        *_named(c_void_p, "limits settled least ran index drive state x"),
-        *_named(c_int64, "predicted"),
-        *_named(c_void_p, "predict logits scratch"),
-        *_named(c_int64, "threads"),
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from ctypes import POINTER, byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from parcae.infer.native.build import library
-from parcae.infer.native.fields import MatrixFields, ModelFields, PassFields, address
+from parcae.infer.native.fields import MatrixFields, ModelFields, address
 from parcae.infer.quantise import Matrix
 
 WORTH_SHARING = 1 << 18
@@ -23,7 +24,7 @@ class Kernels:
     def __init__(self) -> None:
         found = library()
         self._pass = found.parcae_pass
-        self._pass.argtypes = (POINTER(ModelFields), POINTER(PassFields))
+        self._pass.argtypes = (POINTER(ModelFields), c_void_p)
         self._pass.restype = None
         self._scratch = found.parcae_scratch
         self._scratch.argtypes = (POINTER(ModelFields), c_int64, c_int64)
@@ -32,8 +33,9 @@ class Kernels:
         self._multiply.argtypes = (POINTER(MatrixFields), c_void_p, c_int64, c_void_p, c_int64)
         self._multiply.restype = None
 
-    def run(self, model: ModelFields, fields: PassFields) -> None:
-        self._pass(byref(model), byref(fields))
+    def run(self, model: ModelFields, fields: array) -> None:
+        """The fields of a `Pass`, in their order."""
+        self._pass(byref(model), address(fields))
 
     def scratch(self, model: ModelFields, tokens: int, threads: int) -> Tensor:
         size = self._scratch(byref(model), tokens, threads)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parcae.infer.cache import Cache
 from parcae.infer.layers import Layer
-from parcae.infer.native.fields import LayerFields, ModelFields, PassFields, address, numbers
+from parcae.infer.native.fields import LayerFields, ModelFields, address, numbers
 from parcae.infer.native.kernels import MOST_TOKENS, Kernels, matrix_fields, threads_for
 from parcae.infer.work import Work
 
@@ -43,26 +43,25 @@ class NativeNetwork:
         self._model = _model_fields(network, self._layers)
         self._products = max((_products(layer) for layer in layers), default=0)
         self._scratch: dict[int, Tensor] = {}
-        self._widths = (network.config.width, network.config.core_block.width)
 
     def takes(self, work: Work) -> bool:
         return 0 < work.tokens <= MOST_TOKENS
 
     def begin(self, work: Work, cache: Cache) -> Tensor:
-        drive = self._empty(work.tokens, self._widths[1])
-        self._run(work, cache, drive=drive, state=torch.empty_like(drive), begins=True)
-        return drive
+        held = self._held(work)
+        self._run(work, cache, held, begins=True)
+        return held[1]
 
     def loop(self, h: Tensor, drive: Tensor, work: Work, cache: Cache, loops: range) -> Tensor:
         if not self._model.core:
             return drive
-        h = _copy(h)
-        self._run(work, cache, drive=drive.contiguous(), state=h, loops=loops)
-        return h
+        held = torch.stack((h, drive))
+        self._run(work, cache, held, loops=loops)
+        return held[0]
 
     def read(self, h: Tensor, work: Work, cache: Cache) -> Tensor:
-        x = self._empty(work.tokens, self._widths[0])
-        self._run(work, cache, state=h.contiguous(), x=x, reads=True)
+        x = _empty(work.tokens, self.network.config.width)
+        self._run(work, cache, h.contiguous(), x=x, reads=True)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -75,87 +74,90 @@ class NativeNetwork:
         loops: range,
         depth: Depth | None,
         predict: Sequence[int],
-        state: Tensor | None = None,
-        drive: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
-        """Logits of the tokens to predict from, states, drive, and how often each token looped in
-        the end. The tokens begin here unless their drive is given."""
-        shape = (work.tokens, self._widths[1])
-        if not self._model.core:
-            loops, depth = range(1, 1), None
-        h = self._empty(*shape).zero_() if state is None else _copy(state)
-        given = self._empty(*shape) if drive is None else drive.contiguous()
-        logits = self._empty(len(predict), self.network.config.vocab_size)
+        start: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list[int]]:
+        """Logits of the tokens to predict from; states and drives [2, N, d_h]; how often each token
+        has looped, where `depth` was given.
+
+        The tokens begin here, at zero or at `start`, unless what they hold is given.
+        """
+        logits = _empty(len(predict), self.network.config.vocab_size)
+        mine = self._held(work) if held is None else held.clone()
+        if start is not None:
+            mine[0] = start
         ran = self._run(
             work,
             cache,
-            drive=given,
-            state=h,
-            loops=loops,
-            depth=depth,
-            begins=drive is None,
+            mine,
+            begins=held is None,
+            from_zero=held is None and start is None,
+            loops=loops if self._model.core else range(0),
+            depth=depth if self._model.core else None,
             reads=len(predict) > 0,
             predict=predict,
             logits=logits,
         )
-        return logits, h, given, ran
+        return logits, mine, ran
 
     def _run(
         self,
         work: Work,
         cache: Cache,
+        held: Tensor,
         *,
-        drive: Tensor | None = None,
-        state: Tensor | None = None,
-        x: Tensor | None = None,
+        begins: bool = False,
+        from_zero: bool = False,
         loops: range = range(0),
         depth: Depth | None = None,
-        begins: bool = False,
         reads: bool = False,
+        x: Tensor | None = None,
         predict: Sequence[int] = (),
         logits: Tensor | None = None,
     ) -> list[int]:
         threads = threads_for(self._products * work.tokens)
-        ids, rows, positions = numbers(work.ids), numbers(work.rows), numbers(work.positions)
-        slots, wanted = numbers(map(cache.policy.slot, loops)), numbers(predict)
-        x = self._empty(work.tokens, self._widths[0]) if x is None else x
+        places = [numbers(some) for some in (work.ids, work.rows, work.positions)]
+        slots, predict = numbers(map(cache.policy.slot, loops)), numbers(predict)
         limits = settled = least = ran = index = None
         if depth is not None:
-            limits, settled = (numbers(work.each(n)) for n in (depth.limits, depth.settled))
-            ran, index = (numbers([0] * work.tokens) for _ in range(2))
+            limits, settled = numbers(work.each(depth.limits)), numbers(work.each(depth.settled))
+            ran, index = numbers(work.ids), numbers(work.ids)  # as long, and written before read
             if any(depth.least_changes):
                 least = array("f", work.each(depth.least_changes))
-        outer, core = cache.outer, cache.core
-        fields = PassFields(
+        outer, core, state = cache.outer, cache.core, held.data_ptr()
+        fields = (
             work.tokens,
-            *map(address, (ids, rows, positions, outer, core)),
+            *map(address, (*places, outer, core)),
             *outer.stride()[:2],
             *core.stride()[:2],
             begins,
             reads,
+            from_zero,
             len(loops),
             address(slots),
             loops.start - 1,
-            *map(address, (limits, settled, least, ran, index, drive, state, x)),
+            *map(address, (limits, settled, least, ran, index)),
+            state,
+            state + held.nbytes // 2,
+            address(x),
             len(predict),
-            *map(address, (wanted, logits, self._room(threads))),
+            *map(address, (predict, logits, self._room(threads))),
             threads,
         )
-        self.kernels.run(self._model, fields)
+        self.kernels.run(self._model, numbers(fields))
         return [] if ran is None else ran.tolist()
+
+    def _held(self, work: Work) -> Tensor:
+        return _empty(2, work.tokens, self.network.config.core_block.width)
 
     def _room(self, threads: int) -> Tensor:
         if threads not in self._scratch:
             self._scratch[threads] = self.kernels.scratch(self._model, MOST_TOKENS, threads)
         return self._scratch[threads]
 
-    @staticmethod
-    def _empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device="cpu")
 
-
-def _copy(h: Tensor) -> Tensor:
-    return h.clone(memory_format=torch.contiguous_format)
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _products(layer: Layer) -> int:

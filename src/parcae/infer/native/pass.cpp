@@ -21,13 +21,14 @@ struct Model {
     Matrix readout, head;
 };
 
-struct Pass {
+struct Pass {  // every field has eight bytes
     int64_t tokens;
     const int64_t *ids, *rows, *positions;
     // [layer, row, position, 2, kv_heads, head_dim]; for the core [slot * layer, ...]
     float *outer, *core;
     int64_t outer_layer, outer_row, core_layer, core_row;  // strides
-    int32_t begins, reads;    // whether embedding and prelude, and coda, are part of it
+    int64_t begins, reads;    // whether embedding and prelude, and coda, are part of it
+    int64_t from_zero;        // whether the states begin there
     int64_t loops;
     const int64_t* slots;     // of every loop that is run
     int64_t loops_before;     // that have been run before this pass
@@ -37,7 +38,8 @@ struct Pass {
     const int64_t *limits, *settled;
     const float* least;       // 0: that is no reason to stop; null: for none
     int64_t *ran, *index;     // how often each has looped at last; room for as many numbers
-    float *drive, *state, *x; // [tokens, state_width] twice, [tokens, width]
+    float *state, *drive;     // [tokens, state_width]
+    float* x;                 // [tokens, width]: what the head reads; null: nobody else wants it
     int64_t predicted;        // how many tokens' logits are wanted, and which
     const int64_t* predict;
     float* logits;
@@ -52,7 +54,7 @@ namespace {
 int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 struct Room {  // in floats; what threads share, and what each has for itself
-    int64_t made = 0, mixed = 0, hidden = 0, before, normed, scores, scores_room;
+    int64_t made = 0, hidden = 0, mixed, before, x, normed, scores, scores_room;
     Room(const Model& model, int64_t tokens) {
         const int64_t width = std::max(model.width, model.state_width);
         int64_t heads = 0;
@@ -66,10 +68,10 @@ struct Room {  // in floats; what threads share, and what each has for itself
         scores = heads * scores_room;
         made = rounded(made * tokens);
         hidden = rounded(hidden * tokens);
-        mixed = before = normed = rounded(width * tokens);
+        mixed = before = x = normed = rounded(width * tokens);
     }
     int64_t floats(int64_t threads) const {
-        return made + mixed + hidden + before + threads * (normed + scores);
+        return made + mixed + hidden + before + x + threads * (normed + scores);
     }
     Scratch cut(float* p, int rank) const {
         Scratch part;
@@ -77,7 +79,8 @@ struct Room {  // in floats; what threads share, and what each has for itself
         part.mixed = part.made + made;
         part.hidden = part.mixed + mixed;
         part.before = part.hidden + hidden;
-        part.normed = part.before + before + rank * (normed + scores);
+        part.x = part.before + before;
+        part.normed = part.x + x + rank * (normed + scores);
         part.scores = part.normed + normed;
         part.scores_room = scores_room;
         return part;
@@ -90,11 +93,12 @@ struct Walk {  // what one thread knows
     const Pass& pass;
     const Scratch& scratch;
     Tokens all;
+    float* x;  // [tokens, width]: what lies between the layers of prelude and coda
 
     void outer_layers(int64_t first_layer, int64_t first_kept, int64_t count) const {
         for (int64_t i = 0; i < count; i++) {
             Kept kept{pass.outer + (first_kept + i) * pass.outer_layer, pass.outer_row};
-            run_layer(team, model.layers[first_layer + i], all, kept, model.outer_phases, pass.x,
+            run_layer(team, model.layers[first_layer + i], all, kept, model.outer_phases, x,
                       scratch);
         }
     }
@@ -116,13 +120,21 @@ struct Walk {  // what one thread knows
     void begin() const {
         for (int64_t t = team.rank; t < all.count; t += team.size)
             std::copy_n(model.embedding + all.ids[t] * model.width, model.width,
-                        pass.x + t * model.width);
+                        x + t * model.width);
         team.meet();
         outer_layers(0, 0, model.prelude);
         if (model.prelude_norm)
-            scaled_norm(team, pass.x, model.width, model.norm_floor, model.prelude_norm, all);
-        product(model.into, pass.x, pass.drive, model.width);
+            scaled_norm(team, x, model.width, model.norm_floor, model.prelude_norm, all);
+        product(model.into, x, pass.drive, model.width);
         if (!model.core) product(Matrix{}, pass.drive, pass.state, model.state_width);
+    }
+
+    void rest_at_zero() const {
+        int64_t begin, end;
+        team.share(all.count, 1, begin, end);
+        std::fill(pass.state + begin * model.state_width, pass.state + end * model.state_width,
+                  0.0f);
+        team.meet();
     }
 
     // h = A_bar h + drive for tokens that still loop; `before` keeps what h was.
@@ -207,14 +219,14 @@ struct Walk {  // what one thread knows
     }
 
     void read() const {
-        product(model.readout, pass.state, pass.x, model.width);
+        product(model.readout, pass.state, x, model.width);
         outer_layers(model.prelude + model.core, model.prelude, model.coda);
-        scaled_norm(team, pass.x, model.width, model.norm_floor, model.final_norm, all);
+        scaled_norm(team, x, model.width, model.norm_floor, model.final_norm, all);
     }
 
     void predict() const {
         for (int64_t p = 0; p < pass.predicted; p++)
-            std::copy_n(pass.x + pass.predict[p] * model.width, model.width,
+            std::copy_n(x + pass.predict[p] * model.width, model.width,
                         scratch.normed + p * model.width);
         multiply(team, model.head, scratch.normed, pass.predicted,
                  [&](int64_t p, int64_t row, auto y) {
@@ -239,7 +251,8 @@ void parcae_pass(const Model* model, const Pass* pass) {
     for (int64_t t = 0; pass->limits && t < looping; t++) pass->index[t] = t;
     together(pass->threads, [&](Team team) {
         const Scratch mine = room.cut(pass->scratch, team.rank);
-        const Walk walk{team, *model, *pass, mine, all};
+        const Walk walk{team, *model, *pass, mine, all, pass->x ? pass->x : mine.x};
+        if (pass->from_zero) walk.rest_at_zero();
         if (pass->begins) walk.begin();
         if (pass->limits) walk.loop_each(looping);
         else
