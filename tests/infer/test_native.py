@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conftest import KINDS, randomised
 from parcae.config import ConfigError, LoopConfig
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import Begun, Task, deepen
+from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitRule
 from parcae.infer.native import build
@@ -67,7 +67,7 @@ def test_equals_pytorch(kind, counts, data, policy, weights):
     ]
     (native, native_cache), (plain, plain_cache) = results
     for ours, theirs in zip(native, plain, strict=True):
-        for name in ("logits", "held"):
+        for name in ("logits", "state"):
             pair = getattr(ours, name), getattr(theirs, name)
             torch.testing.assert_close(*pair, atol=2e-4, rtol=1e-4)
         assert ours.loops == theirs.loops
@@ -108,7 +108,6 @@ def test_a_pass_does_not_change_what_it_is_given():
     kept = h.clone(), drive.clone()
     native.loop(h, drive, work, cache, range(1, 4))
     native.read(h, work, cache)
-    deepen(network, cache, Task(work=work, limits=[3], begun=Begun(1, torch.stack((h, drive)))))
     deepen(network, cache, Task(work=work, limits=[3], start=h))
     assert torch.equal(h, kept[0])
     assert torch.equal(drive, kept[1])

@@ -20,15 +20,6 @@ from parcae.infer.network import Network
 from parcae.infer.work import Work
 
 
-@dataclass(frozen=True, eq=False)
-class Begun:
-    """Where the tokens of an earlier pass stand: all of them ran `loops` loops."""
-
-    loops: int
-    held: Tensor
-    """States h and drives B_bar e [2, N, d_h]."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Task:
     """What is to become of the tokens of a pass."""
@@ -41,8 +32,6 @@ class Task:
     extrapolation: Extrapolation = "none"
     start: Tensor | None = None
     """States to begin with [N, d_h], instead of zeros."""
-    begun: Begun | None = None
-    """For tokens that go on from where they are."""
     predict: Sequence[int] | None = None
     """Tokens whose logits are wanted; all if left out."""
 
@@ -60,8 +49,8 @@ class Task:
 
     @property
     def loops(self) -> range:
-        """All that are run by at least one part, unless rules stop it."""
-        return range(1 + (self.begun.loops if self.begun else 0), max(self.limits) + 1)
+        """All that some part may run."""
+        return range(1, max(self.limits) + 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +59,10 @@ class Reached:
 
     logits: Tensor
     """[n, V], of the tokens that were to be predicted from."""
-    held: Tensor
-    """States h as the loop left them, and drives B_bar e [2, N, d_h]."""
+    state: Tensor
+    """h [N, d_h], as the loop left it."""
     loops: list[int]
     """How many each part ran."""
-
-    @property
-    def state(self) -> Tensor:
-        return self.held[0]
 
 
 def deepen(network: Network, cache: Cache, task: Task) -> Reached:
@@ -93,37 +78,32 @@ def deepen(network: Network, cache: Cache, task: Task) -> Reached:
 
 def _in_one_call(native: NativeNetwork, cache: Cache, task: Task) -> Reached:
     """C++ can tell by itself when a token stops, where that takes no reading."""
-    limits, rules, begun = task.limits, task.rule_of_each, task.begun
+    limits, rules = task.limits, task.rule_of_each
     depth = None
     if task.rules is not None or len(set(limits)) > 1:
         pairs = list(zip(rules, limits, strict=True))
         shorter = [limit if rule is None else rule.most_loops(limit) for rule, limit in pairs]
         depth = Depth(shorter, [rule.least_change if rule else 0.0 for rule in rules], limits)
-    held = None if begun is None else begun.held
-    logits, held, ran = native.all_at_once(
-        task.work, cache, task.loops, depth, task.predicted, task.start, held
+    logits, state, ran = native.all_at_once(
+        task.work, cache, task.loops, depth, task.start, task.predicted
     )
     loops = [ran[place] for place in task.work.last_tokens] if ran else list(limits)
-    return Reached(logits, held, loops)
+    return Reached(logits, state, loops)
 
 
 def _step_by_step(
     network: Network, stages: Network | NativeNetwork, cache: Cache, task: Task
 ) -> Reached:
-    work, begun = task.work, task.begun
-    if begun is None:
-        drive = stages.begin(work, cache)
-        h = torch.zeros_like(drive) if task.start is None else task.start
-    else:
-        h, drive = begun.held
+    work = task.work
+    drive = stages.begin(work, cache)
+    h = torch.zeros_like(drive) if task.start is None else task.start
     if any(task.rule_of_each) or task.extrapolation != "none" or len(set(task.limits)) > 1:
         x, h, loops = _Descent(network, stages, cache, task, drive).run(h)
     else:
         h = stages.loop(h, drive, work, cache, task.loops)
-        x = stages.read(h, work, cache) if task.predicted else h
+        x = stages.read(h, work, cache)
         loops = list(task.limits)
-    logits = stages.logits(x[list(task.predicted)]) if task.predicted else x[:0]
-    return Reached(logits, torch.stack((h, drive)), loops)
+    return Reached(stages.logits(x[list(task.predicted)]), h, loops)
 
 
 class _Descent:
@@ -150,7 +130,7 @@ class _Descent:
         """What the head reads, the states, and the loops of each part."""
         final, read_from = torch.empty_like(h), torch.empty_like(h)
         history = [h]
-        loop = self.task.loops.start - 1
+        loop = 0
         while self.parts:
             loop += 1
             before, only = history[-1], range(loop, loop + 1)

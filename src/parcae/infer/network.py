@@ -12,9 +12,11 @@ prelude.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from parcae.infer.cache import Cache, Layout, Policy
 from parcae.infer.layers import Layer, Prepare, ScaledNorm, Stack, phase_table
 from parcae.infer.native.kernels import Kernels
 from parcae.infer.native.network import NativeNetwork
-from parcae.infer.quantise import Matrix, Weights, aligned, matrix
+from parcae.infer.quantise import Matrix, Weights, aligned, in_8_bits, matrix
 from parcae.infer.work import Work
 from parcae.model.frame import LanguageModel
 from parcae.model.injection import AdditionInjection, DiagonalInjection, Injection
@@ -85,11 +87,9 @@ class Network:
 
     def _build(self, model: LanguageModel, weights: Weights) -> None:
         config: ModelConfig = model.config
-        matrices: list[Matrix] = []
 
         def prepare(weight: Tensor) -> Matrix:
-            matrices.append(matrix(weight, weights))
-            return matrices[-1]
+            return matrix(weight, weights)
 
         def stack(blocks: Iterable[nn.Module]) -> Stack:
             return Stack([Layer.of(block, prepare) for block in blocks])  # type: ignore[arg-type]
@@ -120,13 +120,40 @@ class Network:
         self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
         self.unembedding = self.embedding if model.head is None else _table(model.head)
         self.head = prepare(self.unembedding)
-        tables = (self.embedding, self.unembedding, *self.value_tables.values())
-        held = (*tables, *(one.stored for one in matrices))
-        self.weight_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-        """Memory of all tables and matrices; what is shared counts once."""
         length, theta = config.context_length, config.rope_theta
         self.outer_phases = phase_table(length, config.block.head_dim, theta, self.device)
         self.core_phases = phase_table(length, config.core_block.head_dim, theta, self.device)
+
+    @cached_property
+    def drafter(self) -> Network:
+        """The same in 8 bits where those are quicker; it shares what is not a matrix."""
+        if self.native is None or self.weights != "float32":
+            return self
+        twin = copy(self)
+        twin.weights = "int8"
+        twin.prelude, twin.core, twin.coda = (
+            stack.map(in_8_bits) for stack in (self.prelude, self.core, self.coda)
+        )
+        mix = self.mix
+        twin.mix = Mix(_some(in_8_bits, mix.into), mix.decay, _some(in_8_bits, mix.transition))
+        twin.readout, twin.head = _some(in_8_bits, self.readout), in_8_bits(self.head)
+        twin.native = NativeNetwork(twin, self.native.kernels)
+        return twin
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        stacks = (self.prelude, self.core, self.coda)
+        inner = [one for stack in stacks for layer in stack.layers for one in layer.matrices]
+        others = (self.mix.into, self.mix.transition, self.readout, self.head)
+        return [*inner, *(one for one in others if one is not None)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all tables and matrices, also of a draft's; what is shared counts once."""
+        tables = (self.embedding, self.unembedding, *self.value_tables.values())
+        networks = {id(one): one for one in (self, self.__dict__.get("drafter", self))}.values()
+        held = (*tables, *(one.stored for network in networks for one in network.matrices))
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
     def cache(self, policy: Policy) -> Cache:
         """An empty one; it takes room when it is told how much."""
@@ -177,6 +204,10 @@ class Network:
             return F.embedding(work.id_tensor, table).unflatten(-1, (-1, head_dim))
 
         return [looked_up(layer) for layer in range(first, first + layers)]
+
+
+def _some(function: Callable[[Matrix], Matrix], one: Matrix | None) -> Matrix | None:
+    return None if one is None else function(one)
 
 
 def _table(module: nn.Module) -> Tensor:

@@ -77,6 +77,10 @@ def matrix(weight: Tensor, weights: Weights) -> Matrix:
     return KINDS[weights](weight.detach().float())
 
 
+def in_8_bits(one: Matrix) -> Matrix:
+    return Int8Matrix(one.stored)
+
+
 def aligned(weight: Tensor) -> Tensor:
     """Contiguous, and where lines of the cache begin: files are mapped to any address, and reading
     across two lines takes twice as long."""

@@ -1,9 +1,9 @@
 """Shallow loops draft, deep loops verify.
 
 A draft runs prelude, the first d loops and the coda, and guesses a token; then the next, up to k.
-Verifying takes all of them from loop d + 1 to T at once. Nothing is computed twice: loop t of a
-token depends on loops below t only, so what the draft did is the beginning of what full depth does,
-keys and values included. Only the coda's are written again, from the deep state.
+Verifying runs all of them at full depth in one pass, which takes little longer than one token does.
+Nothing depends on what a draft computed: verifying writes every key and value again. So drafts may
+be as rough as is quick, and run on 8-bit weights where those are quicker.
 
 Every token is drawn at full depth with the noise of its position; a draft is right if the same
 noise drew the same token from the shallow prediction. So the text is that of plain decoding, token
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Several
 
-import torch
 from torch import Tensor
 
 from parcae.infer.cache import Cache
-from parcae.infer.deepen import Begun, Task, deepen
+from parcae.infer.deepen import Task, deepen
 from parcae.infer.network import Network
 from parcae.infer.sequence import Sequence
 from parcae.infer.work import Part, Work
@@ -26,57 +25,37 @@ from parcae.infer.work import Part, Work
 
 def decode(network: Network, cache: Cache, sequences: Several[Sequence]) -> None:
     """One round for sequences with the same draft: each gains one token at least."""
-    drafted, begun = _draft(network, cache, sequences)
-    pairs = list(zip(sequences, drafted, strict=True))
+    pairs = list(zip(sequences, _draft(network.drafter, cache, sequences), strict=True))
     parts = [Part(s.row, len(s.tokens) - 1, 1 + len(draft)) for s, draft in pairs]
     ids = [token for s, draft in pairs for token in (s.tokens[-1], *draft)]
     limits = [sequences[0].request.plan.loops] * len(sequences)
-    work = Work(parts, ids, network.device)
-    logits = deepen(network, cache, Task(work=work, limits=limits, begun=begun)).logits.cpu()
-    start = 0
-    for sequence, draft in pairs:
-        _verify(sequence, draft, logits[start : start + 1 + len(draft)])
-        start += 1 + len(draft)
+    task = Task(work=Work(parts, ids, network.device), limits=limits)
+    logits = deepen(network, cache, task).logits.cpu().split([part.count for part in parts])
+    for (sequence, draft), predictions in zip(pairs, logits, strict=True):
+        _verify(sequence, draft, predictions)
 
 
-def _draft(
-    network: Network, cache: Cache, sequences: Several[Sequence]
-) -> tuple[list[list[int]], Begun]:
-    """Guesses for each sequence, and where they and the token before them stand.
-
-    The last guess is run through the shallow loops too, so that verifying predicts what follows it.
-    """
+def _draft(network: Network, cache: Cache, sequences: Several[Sequence]) -> list[list[int]]:
+    """Guesses for each sequence."""
     plan = sequences[0].request.plan
     # A sequence near its end drafts only what it could still use.
     lengths = [min(plan.draft_tokens, s.room - 1) for s in sequences]
     drafted: list[list[int]] = [[] for _ in sequences]
-    held = []
-    for step in range(max(lengths) + 1):
-        going = [i for i, length in enumerate(lengths) if step <= length]
-        ids = [drafted[i][-1] if drafted[i] else sequences[i].tokens[-1] for i in going]
-        parts = [Part(sequences[i].row, len(sequences[i].tokens) - 1 + step) for i in going]
-        guessing = [n for n, i in enumerate(going) if step < lengths[i]]
+    for step in range(max(lengths)):
+        pairs = zip(sequences, drafted, lengths, strict=True)
+        going = [(sequence, draft) for sequence, draft, length in pairs if step < length]
         task = Task(
-            work=Work(parts, ids, network.device),
+            work=Work(
+                [Part(s.row, len(s.tokens) - 1 + step) for s, _ in going],
+                [(draft or s.tokens)[-1] for s, draft in going],
+                network.device,
+            ),
             limits=[plan.draft_loops] * len(going),
-            predict=guessing,
         )
-        reached = deepen(network, cache, task)
-        held.append(reached.held)
-        for n, logits in zip(guessing, reached.logits.cpu(), strict=True):
-            sequence, draft = sequences[going[n]], drafted[going[n]]
-            draft.append(sequence.choose(logits, tuple(draft)))
-    together = torch.cat(held, dim=1)
-    if len(sequences) > 1:
-        together = together[:, _by_sequence(lengths)]
-    return drafted, Begun(plan.draft_loops, together)
-
-
-def _by_sequence(lengths: Several[int]) -> list[int]:
-    """Where what was made step by step stands for each sequence, one after the other."""
-    steps = range(max(lengths) + 1)
-    made = [(i, step) for step in steps for i, length in enumerate(lengths) if step <= length]
-    return sorted(range(len(made)), key=made.__getitem__)
+        logits = deepen(network, cache, task).logits.cpu().unbind()
+        for (sequence, draft), prediction in zip(going, logits, strict=True):
+            draft.append(sequence.choose(prediction, tuple(draft)))
+    return drafted
 
 
 def _verify(sequence: Sequence, draft: list[int], logits: Tensor) -> None:

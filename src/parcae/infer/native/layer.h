@@ -37,8 +37,8 @@ struct Kept {
 };
 
 struct Scratch {
-    float *made, *mixed, *hidden, *before, *x;  // of all threads
-    float *normed, *scores;                     // of this one
+    float *made, *mixed, *hidden, *before, *drive, *x;  // of all threads
+    float *normed, *scores;                             // of this one
     int64_t scores_room;
 };
 

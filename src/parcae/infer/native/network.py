@@ -41,23 +41,24 @@ class NativeNetwork:
         filled = map(_layer_fields, layers, tables)
         self._layers = (LayerFields * max(1, len(layers)))(*filled)
         self._model = _model_fields(network, self._layers)
-        self._products = max((_products(layer) for layer in layers), default=0)
+        sizes = [sum(one.stored.numel() for one in layer.matrices) for layer in layers]
+        self._products = max(sizes, default=0)
         self._scratch: dict[int, Tensor] = {}
 
     def takes(self, work: Work) -> bool:
         return 0 < work.tokens <= MOST_TOKENS
 
     def begin(self, work: Work, cache: Cache) -> Tensor:
-        held = self._held(work)
-        self._run(work, cache, held, begins=True)
-        return held[1]
+        drive = self._states(work)
+        self._run(work, cache, torch.empty_like(drive), drive=drive, begins=True)
+        return drive
 
     def loop(self, h: Tensor, drive: Tensor, work: Work, cache: Cache, loops: range) -> Tensor:
         if not self._model.core:
             return drive
-        held = torch.stack((h, drive))
-        self._run(work, cache, held, loops=loops)
-        return held[0]
+        h = h.clone(memory_format=torch.contiguous_format)
+        self._run(work, cache, h, drive=drive.contiguous(), loops=loops)
+        return h
 
     def read(self, h: Tensor, work: Work, cache: Cache) -> Tensor:
         x = _empty(work.tokens, self.network.config.width)
@@ -73,44 +74,41 @@ class NativeNetwork:
         cache: Cache,
         loops: range,
         depth: Depth | None,
+        start: Tensor | None,
         predict: Sequence[int],
-        start: Tensor | None = None,
-        held: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """Logits of the tokens to predict from; states and drives [2, N, d_h]; how often each token
-        has looped, where `depth` was given.
-
-        The tokens begin here, at zero or at `start`, unless what they hold is given.
-        """
+        """Logits of the tokens to predict from, states, and how often each token has looped, where
+        `depth` was given. States begin at zero, or at `start`."""
         logits = _empty(len(predict), self.network.config.vocab_size)
-        mine = self._held(work) if held is None else held.clone()
+        state = self._states(work)
         if start is not None:
-            mine[0] = start
+            state.copy_(start)
         ran = self._run(
             work,
             cache,
-            mine,
-            begins=held is None,
-            from_zero=held is None and start is None,
+            state,
+            begins=True,
+            from_zero=start is None,
             loops=loops if self._model.core else range(0),
             depth=depth if self._model.core else None,
-            reads=len(predict) > 0,
+            reads=True,
             predict=predict,
             logits=logits,
         )
-        return logits, mine, ran
+        return logits, state, ran
 
     def _run(
         self,
         work: Work,
         cache: Cache,
-        held: Tensor,
+        state: Tensor,
         *,
         begins: bool = False,
         from_zero: bool = False,
         loops: range = range(0),
         depth: Depth | None = None,
         reads: bool = False,
+        drive: Tensor | None = None,
         x: Tensor | None = None,
         predict: Sequence[int] = (),
         logits: Tensor | None = None,
@@ -124,7 +122,7 @@ class NativeNetwork:
             ran, index = numbers(work.ids), numbers(work.ids)  # as long, and written before read
             if any(depth.least_changes):
                 least = array("f", work.each(depth.least_changes))
-        outer, core, state = cache.outer, cache.core, held.data_ptr()
+        outer, core = cache.outer, cache.core
         fields = (
             work.tokens,
             *map(address, (*places, outer, core)),
@@ -134,12 +132,7 @@ class NativeNetwork:
             reads,
             from_zero,
             len(loops),
-            address(slots),
-            loops.start - 1,
-            *map(address, (limits, settled, least, ran, index)),
-            state,
-            state + held.nbytes // 2,
-            address(x),
+            *map(address, (slots, limits, settled, least, ran, index, state, drive, x)),
             len(predict),
             *map(address, (predict, logits, self._room(threads))),
             threads,
@@ -147,8 +140,8 @@ class NativeNetwork:
         self.kernels.run(self._model, numbers(fields))
         return [] if ran is None else ran.tolist()
 
-    def _held(self, work: Work) -> Tensor:
-        return _empty(2, work.tokens, self.network.config.core_block.width)
+    def _states(self, work: Work) -> Tensor:
+        return _empty(work.tokens, self.network.config.core_block.width)
 
     def _room(self, threads: int) -> Tensor:
         if threads not in self._scratch:
@@ -160,15 +153,11 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _products(layer: Layer) -> int:
-    return sum(one.stored.numel() for one in (layer.inner, layer.out, layer.fc, layer.proj))
-
-
 def _layer_fields(layer: Layer, values: Tensor | None) -> LayerFields:
     head_dim = layer.shape.head_dim
     after = (None, None) if layer.after is None else layer.after
     return LayerFields(
-        *map(matrix_fields, (layer.inner, layer.out, layer.fc, layer.proj)),
+        *map(matrix_fields, layer.matrices),
         *(None if norm is None else address(norm.scale) for norm in after),
         address(values),
         float(layer.norm.floor) ** 2,

@@ -31,15 +31,15 @@ struct Pass {  // every field has eight bytes
     int64_t from_zero;        // whether the states begin there
     int64_t loops;
     const int64_t* slots;     // of every loop that is run
-    int64_t loops_before;     // that have been run before this pass
     // How often tokens loop: null where all of them run all loops. A token stops after `limits`,
     // or when a loop moves its state by less than a share `least`; then it stands still, and the
     // slots of the loops up to `settled` receive its last keys and values.
     const int64_t *limits, *settled;
     const float* least;       // 0: that is no reason to stop; null: for none
     int64_t *ran, *index;     // how often each has looped at last; room for as many numbers
-    float *state, *drive;     // [tokens, state_width]
-    float* x;                 // [tokens, width]: what the head reads; null: nobody else wants it
+    // [tokens, state_width] twice, and what the head reads, [tokens, width]; null where nobody else
+    // wants to know.
+    float *state, *drive, *x;
     int64_t predicted;        // how many tokens' logits are wanted, and which
     const int64_t* predict;
     float* logits;
@@ -54,7 +54,7 @@ namespace {
 int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
 struct Room {  // in floats; what threads share, and what each has for itself
-    int64_t made = 0, hidden = 0, mixed, before, x, normed, scores, scores_room;
+    int64_t made = 0, hidden = 0, mixed, before, drive, x, normed, scores, scores_room;
     Room(const Model& model, int64_t tokens) {
         const int64_t width = std::max(model.width, model.state_width);
         int64_t heads = 0;
@@ -68,10 +68,10 @@ struct Room {  // in floats; what threads share, and what each has for itself
         scores = heads * scores_room;
         made = rounded(made * tokens);
         hidden = rounded(hidden * tokens);
-        mixed = before = x = normed = rounded(width * tokens);
+        mixed = before = drive = x = normed = rounded(width * tokens);
     }
     int64_t floats(int64_t threads) const {
-        return made + mixed + hidden + before + x + threads * (normed + scores);
+        return made + mixed + hidden + before + drive + x + threads * (normed + scores);
     }
     Scratch cut(float* p, int rank) const {
         Scratch part;
@@ -79,7 +79,8 @@ struct Room {  // in floats; what threads share, and what each has for itself
         part.mixed = part.made + made;
         part.hidden = part.mixed + mixed;
         part.before = part.hidden + hidden;
-        part.x = part.before + before;
+        part.drive = part.before + before;
+        part.x = part.drive + drive;
         part.normed = part.x + x + rank * (normed + scores);
         part.scores = part.normed + normed;
         part.scores_room = scores_room;
@@ -93,7 +94,7 @@ struct Walk {  // what one thread knows
     const Pass& pass;
     const Scratch& scratch;
     Tokens all;
-    float* x;  // [tokens, width]: what lies between the layers of prelude and coda
+    float *drive, *x;
 
     void outer_layers(int64_t first_layer, int64_t first_kept, int64_t count) const {
         for (int64_t i = 0; i < count; i++) {
@@ -125,8 +126,8 @@ struct Walk {  // what one thread knows
         outer_layers(0, 0, model.prelude);
         if (model.prelude_norm)
             scaled_norm(team, x, model.width, model.norm_floor, model.prelude_norm, all);
-        product(model.into, x, pass.drive, model.width);
-        if (!model.core) product(Matrix{}, pass.drive, pass.state, model.state_width);
+        product(model.into, x, drive, model.width);
+        if (!model.core) product(Matrix{}, drive, pass.state, model.state_width);
     }
 
     void rest_at_zero() const {
@@ -148,16 +149,16 @@ struct Walk {  // what one thread knows
                 std::copy_n(h + at, width, packed + t * width);
                 continue;
             }
-            const float *drive = pass.drive + at, *decay = model.decay;
+            const float* decay = model.decay;
             for (int64_t i = 0; i < width; i++)
-                h[at + i] = (decay ? decay[i] * h[at + i] : h[at + i]) + drive[i];
+                h[at + i] = (decay ? decay[i] * h[at + i] : h[at + i]) + drive[at + i];
         }
         team.meet();
         if (!model.transition.data) return;
         multiply(team, model.transition, packed, tokens.count,
                  [&](int64_t t, int64_t row, auto y) {
                      int64_t at = tokens.place(t) * width + row;
-                     store(h + at, y + load_as<decltype(y)>(pass.drive + at));
+                     store(h + at, y + load_as<decltype(y)>(drive + at));
                  });
         team.meet();
     }
@@ -198,8 +199,7 @@ struct Walk {  // what one thread knows
         for (int64_t loop = 0; loop < pass.loops && looping; loop++) {
             tokens.count = looping;
             one_loop(tokens, loop);
-            if (team.rank == 0)
-                looping = still_looping(pass.loops_before + loop + 1, tokens.count);
+            if (team.rank == 0) looping = still_looping(loop + 1, tokens.count);
             team.meet();
         }
         for (int64_t t = team.rank; t < all.count; t += team.size) settle(t);
@@ -209,8 +209,8 @@ struct Walk {  // what one thread knows
         const Layer& layer = model.layers[model.prelude];
         const int64_t size = 2 * layer.kv_heads * layer.head_dim;
         float* cell = pass.core + all.rows[t] * pass.core_row + all.positions[t] * size;
-        const int64_t ran = pass.ran[t] - pass.loops_before;
-        for (int64_t later = ran; later < pass.settled[t] - pass.loops_before; later++)
+        const int64_t ran = pass.ran[t];
+        for (int64_t later = ran; later < pass.settled[t]; later++)
             for (int64_t i = 0; i < model.core && pass.slots[later] != pass.slots[ran - 1]; i++) {
                 float* from = cell + (pass.slots[ran - 1] * model.core + i) * pass.core_layer;
                 float* to = cell + (pass.slots[later] * model.core + i) * pass.core_layer;
@@ -251,7 +251,8 @@ void parcae_pass(const Model* model, const Pass* pass) {
     for (int64_t t = 0; pass->limits && t < looping; t++) pass->index[t] = t;
     together(pass->threads, [&](Team team) {
         const Scratch mine = room.cut(pass->scratch, team.rank);
-        const Walk walk{team, *model, *pass, mine, all, pass->x ? pass->x : mine.x};
+        const Walk walk{team, *model, *pass, mine, all, pass->drive ? pass->drive : mine.drive,
+                        pass->x ? pass->x : mine.x};
         if (pass->from_zero) walk.rest_at_zero();
         if (pass->begins) walk.begin();
         if (pass->limits) walk.loop_each(looping);
