@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ class Task:
     """Tokens whose logits are wanted; all if left out."""
 
     def __post_init__(self) -> None:
-        if any(self.rule_of_each) and self.work.tokens > len(self.work.parts):
+        if self.rules and any(self.rules) and self.work.tokens > len(self.work.parts):
             raise ValueError("exit rules are for single tokens; a prompt is read at full depth.")
 
     @property
@@ -63,6 +64,14 @@ class Reached:
     """h [N, d_h], as the loop left it."""
     loops: list[int]
     """How many each part ran."""
+
+    @property
+    def rows(self) -> list[np.ndarray]:
+        """The logits one by one, for whoever chooses tokens. By numpy, for after a pass nothing is
+        in the caches of the CPU, and an operator of PyTorch takes longer than finding the largest.
+        """
+        logits = self.logits if self.logits.is_cpu else self.logits.cpu()
+        return list(logits.numpy())
 
 
 def deepen(network: Network, cache: Cache, task: Task) -> Reached:

@@ -291,7 +291,7 @@ class Engine:
 
     def _take(self, sequences: list[Sequence], reached: Reached, places: Several[int]) -> None:
         """The next token of each; `places` are those of their last ones in the pass."""
-        each = zip(sequences, places, reached.loops, reached.logits.cpu().unbind(), strict=True)
+        each = zip(sequences, places, reached.loops, reached.rows, strict=True)
         for sequence, place, loops, logits in each:
             if sequence.request.plan.start == "previous":
                 sequence.state = reached.state[place]

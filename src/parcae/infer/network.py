@@ -37,14 +37,13 @@ from parcae.model.transformer import Transformer
 
 @contextmanager
 def exactly(device: torch.device) -> Iterator[None]:
-    """Without gradient, and in the precision of the weights also where a caller trains in another:
-    autocast would round what is folded and cached."""
-    with torch.no_grad():
-        if not torch.is_autocast_enabled(device.type):  # asking is much quicker than turning off
-            yield
-            return
-        with torch.autocast(device.type, enabled=False):
-            yield
+    """In the precision of the weights also where a caller trains in another: autocast would round
+    what is folded and cached."""
+    if not torch.is_autocast_enabled(device.type):  # asking is much quicker than turning off
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +80,7 @@ class Network:
         self, model: LanguageModel, weights: Weights = "float32", kernels: Kernels | None = None
     ) -> None:
         """With `kernels`, passes of a few tokens can go through C++."""
-        with exactly(model.device):
+        with torch.no_grad(), exactly(model.device):
             self._build(model, weights)
             self.native = None if kernels is None else NativeNetwork(self, kernels)
 

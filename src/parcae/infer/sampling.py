@@ -19,6 +19,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +45,11 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     """Above 1: positive logits of tokens seen are divided by it, negative ones multiplied."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing but the logits decides."""
+        return self.temperature == 0 and self.repetition_penalty == 1
 
     def __post_init__(self) -> None:
         for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -156,13 +162,17 @@ def choose(chances: Tensor, noise: Tensor) -> Tensor:
     return (chances / noise.clamp(min=1e-300)).argmax(-1)
 
 
+def likeliest(logits: np.ndarray) -> int:
+    """Of equals the first."""
+    best = int(logits.argmax())  # not a number counts as the largest
+    check_largest(math.isfinite(logits[best]))
+    return best
+
+
 def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Sequence[int]) -> int:
     """The token at `position`, from its logits [V] and the tokens before it."""
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
-        plain = logits.detach().numpy()  # an operator of PyTorch would take longer than the search
-        best = int(plain.argmax())  # not a number counts as the largest
-        check_largest(math.isfinite(plain[best]))
-        return best
+        return likeliest(logits.detach().numpy())
     chances = probabilities(logits, sampling)
     return int(choose(chances, noise(seed, position, len(chances))))

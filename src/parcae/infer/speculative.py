@@ -13,8 +13,9 @@ for token, greedy or sampled.
 from __future__ import annotations
 
 from collections.abc import Sequence as Several
+from itertools import islice
 
-from torch import Tensor
+import numpy as np
 
 from parcae.infer.cache import Cache
 from parcae.infer.deepen import Task, deepen
@@ -30,9 +31,9 @@ def decode(network: Network, cache: Cache, sequences: Several[Sequence]) -> None
     ids = [token for s, draft in pairs for token in (s.tokens[-1], *draft)]
     limits = [sequences[0].request.plan.loops] * len(sequences)
     task = Task(work=Work(parts, ids, network.device), limits=limits)
-    logits = deepen(network, cache, task).logits.cpu().split([part.count for part in parts])
-    for (sequence, draft), predictions in zip(pairs, logits, strict=True):
-        _verify(sequence, draft, predictions)
+    rows = iter(deepen(network, cache, task).rows)
+    for sequence, draft in pairs:
+        _verify(sequence, draft, list(islice(rows, 1 + len(draft))))
 
 
 def _draft(network: Network, cache: Cache, sequences: Several[Sequence]) -> list[list[int]]:
@@ -52,13 +53,12 @@ def _draft(network: Network, cache: Cache, sequences: Several[Sequence]) -> list
             ),
             limits=[plan.draft_loops] * len(going),
         )
-        logits = deepen(network, cache, task).logits.cpu().unbind()
-        for (sequence, draft), prediction in zip(going, logits, strict=True):
-            draft.append(sequence.choose(prediction, tuple(draft)))
+        for (sequence, draft), logits in zip(going, deepen(network, cache, task).rows, strict=True):
+            draft.append(sequence.choose(logits, tuple(draft)))
     return drafted
 
 
-def _verify(sequence: Sequence, draft: list[int], logits: Tensor) -> None:
+def _verify(sequence: Sequence, draft: list[int], logits: Several[np.ndarray]) -> None:
     """Take tokens at full depth for as long as the draft has foreseen them, and the one after."""
     if sequence.finish:  # nothing could be drawn already while drafting
         return

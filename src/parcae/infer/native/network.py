@@ -122,12 +122,10 @@ class NativeNetwork:
             ran, index = numbers(work.ids), numbers(work.ids)  # as long, and written before read
             if any(depth.least_changes):
                 least = array("f", work.each(depth.least_changes))
-        outer, core = cache.outer, cache.core
         fields = (
             work.tokens,
-            *map(address, (*places, outer, core)),
-            *outer.stride()[:2],
-            *core.stride()[:2],
+            *map(address, places),
+            *cache.places,
             begins,
             reads,
             from_zero,
