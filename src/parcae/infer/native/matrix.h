@@ -21,37 +21,23 @@ namespace {
 constexpr int MOST_AT_ONCE = 6;   // tokens, whose sums with four rows fill the registers
 constexpr int ROWS_OF_ALONE = 16;  // rows at once for one token alone
 
-// R rows of weights with M tokens. Meanwhile A rows are called for, from `next` on: the processor
-// foresees one stretch of memory at a time, not several.
+// values[m][r] for R rows, four by four, and M tokens, where rows are whole vectors. Meanwhile A rows
+// are called for, from `next` on: the processor foresees one stretch of memory at a time, not several.
 template <typename T, int R, int M, int A>
-inline void products(const T* w, int64_t in, const float* x, const T* next, Floats total[R][M]) {
-    int64_t i = 0;
-    for (; i + LANES <= in; i += LANES) {
+void some_rows(const Matrix& a, int64_t row, const float* x, int64_t next, float* values) {
+    const T *w = static_cast<const T*>(a.data) + row * a.in, *later = w + (next - row) * a.in;
+    Floats total[R][M] = {};
+    for (int64_t i = 0; i < a.in; i += LANES) {
         Floats inputs[M];
-        for (int m = 0; m < M; m++) inputs[m] = load(x + m * in + i);
+        for (int m = 0; m < M; m++) inputs[m] = load(x + m * a.in + i);
         if (i * sizeof(T) % 64 == 0)
-            for (int a = 0; a < A; a++) __builtin_prefetch(next + a * in + i);
+            for (int k = 0; k < A; k++) __builtin_prefetch(later + k * a.in + i);
         for (int r = 0; r < R; r++) {
-            Floats weights = load(w + r * in + i);
+            Floats weights = load(w + r * a.in + i);
             for (int m = 0; m < M; m++)
                 total[r][m] = plus_product(total[r][m], weights, inputs[m]);
         }
     }
-    if (i == in) return;
-    for (int r = 0; r < R; r++) {
-        Floats weights = load_some(w + r * in + i, in - i);
-        for (int m = 0; m < M; m++)
-            total[r][m] = plus_product(total[r][m], weights, load_some(x + m * in + i, in - i));
-    }
-}
-
-// values[m][r] for R rows, four by four, and M tokens.
-template <typename T, int R, int M, int A>
-__attribute__((noinline)) void some_rows(const Matrix& a, int64_t row, const float* x, int64_t next,
-                                         float* values) {
-    const T* data = static_cast<const T*>(a.data);
-    Floats total[R][M] = {};
-    products<T, R, M, A>(data + row * a.in, a.in, x, data + next * a.in, total);
     for (int m = 0; m < M; m++)
         for (int r = 0; r < R; r += 4) {
             Quarter four = sums(total[r][m], total[r + 1][m], total[r + 2][m], total[r + 3][m]);
@@ -60,12 +46,15 @@ __attribute__((noinline)) void some_rows(const Matrix& a, int64_t row, const flo
         }
 }
 
+// Of any length.
 template <typename T>
 float one_row(const Matrix& a, int64_t row, const float* x) {
-    const T* data = static_cast<const T*>(a.data) + row * a.in;
-    Floats total[1][1] = {};
-    products<T, 1, 1, 0>(data, a.in, x, data, total);
-    return sum(total[0][0]) * (a.scale ? a.scale[row] : 1.0f);
+    const T* w = static_cast<const T*>(a.data) + row * a.in;
+    Floats total = {};
+    int64_t i = 0;
+    for (; i + LANES <= a.in; i += LANES) total = plus_product(total, load(w + i), load(x + i));
+    if (i < a.in) total = plus_product(total, load_some(w + i, a.in - i), load_some(x + i, a.in - i));
+    return sum(total) * (a.scale ? a.scale[row] : 1.0f);
 }
 
 typedef void (*Rows)(const Matrix&, int64_t, const float*, int64_t, float*);
@@ -97,11 +86,12 @@ void multiply(const Team& team, const Matrix& a, const float* x, int64_t tokens,
     float values[std::max(ROWS_OF_ALONE, 4 * MOST_AT_ONCE)];
     int64_t row, end;
     team.share(a.out, LANES, row, end);
-    for (; tokens == 1 && row + ROWS_OF_ALONE <= end; row += ROWS_OF_ALONE) {
+    const int64_t many = a.in % LANES ? row : end;  // up to here rows are taken several at a time
+    for (; tokens == 1 && row + ROWS_OF_ALONE <= many; row += ROWS_OF_ALONE) {
         kernels.alone(a, row, x, row + ROWS_OF_ALONE, values);
         for (int r = 0; r < ROWS_OF_ALONE; r += 4) put(0, row + r, load_as<Quarter>(values + r));
     }
-    for (; row + 4 <= end; row += 4)
+    for (; row + 4 <= many; row += 4)
         for (int64_t group = 0; group < groups; group++) {  // alike in size, so of three at least
             int64_t token = tokens * group / groups, some = tokens * (group + 1) / groups - token;
             four[some](a, row, x + token * a.in, row + 4 + 2 * (group % 2), values);
