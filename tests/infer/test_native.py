@@ -1,9 +1,10 @@
-"""The C++ layers against PyTorch's, for every architecture, pass and weight."""
+"""Passes in C++ against PyTorch's, for every architecture, pass and weight."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -168,3 +169,35 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
     import re
 
     assert re.search(message, done.stderr)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-grouped-heads"])
+def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
+    """Whatever shares a pass, whoever computes it, and in however many passes a text is read."""
+    monkeypatch.setattr("parcae.infer.native.kernels.WORTH_SHARING", 0)
+    network = Network(randomised(KINDS[kind]), weights, KERNELS)
+    texts = [[(7 * i + 3 * row) % 96 for i in range(5)] for row in range(6)]
+
+    def read(rows, cuts):
+        cache = network.cache(Policy.parse("full"))
+        cache.reserve(len(texts), 5, 3)
+        for first, end in pairwise(cuts):
+            ids = [token for row in rows for token in texts[row][first:end]]
+            parts = [Part(row, first, end - first) for row in rows]
+            limits = [3 - row % 2 for row in rows]
+            work = Work(parts, ids, network.device)
+            task = Task(work=work, limits=limits, predict=work.last_tokens)
+            reached = deepen(network, cache, task)
+        return reached.logits
+
+    before = torch.get_num_threads()
+    alone = torch.cat([read([row], [0, 1, 2, 3, 4, 5]) for row in range(len(texts))])
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(read(range(len(texts)), [0, 5]), alone)
+        assert torch.equal(read(range(len(texts)), [0, 3, 5]), alone)
+        assert torch.equal(read([4, 1], [0, 2, 4, 5]), alone[[4, 1]])
+    finally:
+        torch.set_num_threads(before)
