@@ -202,7 +202,9 @@ def test_empty_and_truncated_files(content, tmp_path):
         (["--suite", "lambada", "--batch-tokens", "0"], "batch_tokens"),
     ],
 )
-def test_wrong_words_are_told(words, told, checkpoint, tmp_path, capsys):
+def test_wrong_words_are_told(words, told, checkpoint, task_folder, tmp_path, capsys):
+    if "lambada" in words:
+        words = [*words, "--eval-data", str(task_folder)]
     assert cli.main(["eval", str(checkpoint), "--out", str(tmp_path), *words]) == 2
     assert told in capsys.readouterr().err
 

@@ -142,7 +142,7 @@ def test_cancelling_what_waits_and_what_runs():
 @pytest.mark.parametrize("when", ["prompt", "later"])
 def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
     model = randomised(KINDS["parcae"])
-    engine = Engine(model)
+    engine = Engine(model, layers="torch")
     other = engine.stream([8, 9], **SAMPLED)
     begun = [next(other).token]
     read, calls = engine.network.read, 0

@@ -68,10 +68,10 @@ def test_what_has_exited_costs_nothing():
     engine = Engine(model_of("parcae"), layers="torch")
     ran, loop = 0, engine.network.loop
 
-    def counted(h, given, work, cache, loops):
+    def counted(h, drive, work, cache, loops):
         nonlocal ran
         ran += len(h) * len(loops)
-        return loop(h, given, work, cache, loops)
+        return loop(h, drive, work, cache, loops)
 
     engine.network.loop = counted  # type: ignore[method-assign]
     rules = ["kl:0.02", None, "state:0.35", "budget:1", "entropy:0.1"]

@@ -1,9 +1,10 @@
-"""The C++ layers against PyTorch's, for every architecture, pass and weight."""
+"""Passes in C++ against PyTorch's, for every architecture, pass and weight."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from conftest import KINDS, randomised
 from parcae.config import ConfigError, LoopConfig
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import deepen
+from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitRule
 from parcae.infer.native import build
@@ -36,13 +37,12 @@ def run(network, parts, limits, rules, policy, loops):
     reached = []
     for first in (0, 3):
         moved = [Part(p.row, p.first + first, p.count) for p in parts]
-        work = Work(moved, network.device)
-        ids = torch.randint(network.config.vocab_size, (work.tokens,), generator=generator)
+        count = sum(part.count for part in parts)
+        ids = torch.randint(network.config.vocab_size, (count,), generator=generator).tolist()
         cache.outer[:, :, : 3 + first].nan_to_num_(0.0) if first else cache.outer.zero_()
         cache.core.nan_to_num_(0.0) if first else cache.core.zero_()
-        begun = network.begin(ids, work, cache)
-        h = network.initial_state(begun)
-        reached.append(deepen(network, cache, begun, work, h, limits, rules))
+        work = Work(moved, ids, network.device)
+        reached.append(deepen(network, cache, Task(work=work, limits=limits, rules=rules)))
     return reached, cache
 
 
@@ -68,8 +68,9 @@ def test_equals_pytorch(kind, counts, data, policy, weights):
     ]
     (native, native_cache), (plain, plain_cache) = results
     for ours, theirs in zip(native, plain, strict=True):
-        torch.testing.assert_close(ours.x, theirs.x, atol=2e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.state, theirs.state, atol=2e-4, rtol=1e-4)
+        for name in ("logits", "state"):
+            pair = getattr(ours, name), getattr(theirs, name)
+            torch.testing.assert_close(*pair, atol=2e-4, rtol=1e-4)
         assert ours.loops == theirs.loops
     torch.testing.assert_close(native_cache.core, plain_cache.core, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(native_cache.outer, plain_cache.outer, atol=2e-4, rtol=1e-4)
@@ -84,13 +85,13 @@ def test_products_of_any_shape(threads, shape, weights):
     try:
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(shape, generator=generator)
-        stored = matrix(weight, weights, KERNELS)
+        stored = matrix(weight, weights)
         for tokens in (1, 2, 3, 6, 7, 16, MOST_TOKENS):
             x = torch.randn(tokens, shape[1], generator=generator)
-            residual = torch.randn(tokens, shape[0], generator=generator)
-            torch.testing.assert_close(stored(x), stored.product(x), atol=1e-4, rtol=1e-4)
-            added = stored.add_to(residual, x)
-            torch.testing.assert_close(added, stored.product(x) + residual, atol=1e-4, rtol=1e-4)
+            found = KERNELS.multiply(stored, x)
+            torch.testing.assert_close(found, stored(x), atol=1e-4, rtol=1e-4)
+            alone = torch.cat([KERNELS.multiply(stored, row[None]) for row in x])
+            assert torch.equal(found, alone), "company must not show"
     finally:
         torch.set_num_threads(before)
 
@@ -100,14 +101,17 @@ def test_a_pass_does_not_change_what_it_is_given():
     network = Network(model, "float32", KERNELS)
     cache = network.cache(Policy.parse("full"))
     cache.reserve(1, 4, 3)
-    work = Work([Part(0, 0, 2)], network.device)
-    begun = network.begin(torch.tensor([3, 5]), work, cache)
-    h = torch.randn_like(begun.drive)
-    kept, drive = h.clone(), begun.drive.clone()
-    network.loop(h, begun, work, cache, range(1, 4))
-    network.read(h, begun, work, cache)
-    assert torch.equal(h, kept)
-    assert torch.equal(begun.drive, drive)
+    work = Work([Part(0, 0, 2)], [3, 5], network.device)
+    native = network.native
+    assert native is not None
+    drive = native.begin(work, cache)
+    h = torch.randn_like(drive)
+    kept = h.clone(), drive.clone()
+    native.loop(h, drive, work, cache, range(1, 4))
+    native.read(h, work, cache)
+    deepen(network, cache, Task(work=work, limits=[3], start=h))
+    assert torch.equal(h, kept[0])
+    assert torch.equal(drive, kept[1])
 
 
 def test_a_transformer_too():
@@ -130,9 +134,9 @@ def test_a_transformer_too():
 
 def test_who_wants_none_gets_none(monkeypatch):
     model = randomised(KINDS["parcae"])
-    assert Engine(model, layers="torch").network.kernels is None
-    assert Engine(model, layers="auto").network.kernels is not None
-    assert Engine(model, weights="bfloat16").network.kernels is None
+    assert Engine(model, layers="torch").network.native is None
+    assert Engine(model, layers="auto").network.native is not None
+    assert Engine(model, weights="bfloat16").network.native is None
     with pytest.raises(ConfigError, match="float32 and int8"):
         Engine(model, layers="native", weights="bfloat16")
     with pytest.raises(ConfigError, match="not an option"):
@@ -143,7 +147,7 @@ CHILD = """
 import parcae
 from parcae.infer.engine import Engine
 model = parcae.create("parcae-1m")
-print(Engine(model).network.kernels)
+print(Engine(model).network.native)
 Engine(model, layers="native")
 """
 
@@ -165,3 +169,35 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
     import re
 
     assert re.search(message, done.stderr)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-grouped-heads"])
+def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
+    """Whatever shares a pass, whoever computes it, and in however many passes a text is read."""
+    monkeypatch.setattr("parcae.infer.native.kernels.WORTH_SHARING", 0)
+    network = Network(randomised(KINDS[kind]), weights, KERNELS)
+    texts = [[(7 * i + 3 * row) % 96 for i in range(5)] for row in range(6)]
+
+    def read(rows, cuts):
+        cache = network.cache(Policy.parse("full"))
+        cache.reserve(len(texts), 5, 3)
+        for first, end in pairwise(cuts):
+            ids = [token for row in rows for token in texts[row][first:end]]
+            parts = [Part(row, first, end - first) for row in rows]
+            limits = [3 - row % 2 for row in rows]
+            work = Work(parts, ids, network.device)
+            task = Task(work=work, limits=limits, predict=work.last_tokens)
+            reached = deepen(network, cache, task)
+        return reached.logits
+
+    before = torch.get_num_threads()
+    alone = torch.cat([read([row], [0, 1, 2, 3, 4, 5]) for row in range(len(texts))])
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(read(range(len(texts)), [0, 5]), alone)
+        assert torch.equal(read(range(len(texts)), [0, 3, 5]), alone)
+        assert torch.equal(read([4, 1], [0, 2, 4, 5]), alone[[4, 1]])
+    finally:
+        torch.set_num_threads(before)

@@ -14,7 +14,7 @@ from conftest import randomised, tiny
 from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_of, true_logits
 from parcae.config import ConfigError
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import deepen
+from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine, kernels
 from parcae.infer.network import Network
 from parcae.infer.work import Part, Work
@@ -36,14 +36,12 @@ def in_chunks(
         ends = [done[i] + count for i, count in zip(going, counts, strict=True)]
         cache.reserve(max(going) + 1, max(ends), max(loops[i] for i in going))
         parts = [Part(i, done[i], count) for i, count in zip(going, counts, strict=True)]
-        work = Work(parts, network.device)
         ids = [token for part in parts for token in texts[part.row][part.first : part.end]]
-        given_ = network.begin(torch.tensor(ids), work, cache)
         limits = [loops[i] for i in going]
-        h = network.initial_state(given_)
-        reached = deepen(network, cache, given_, work, h, limits)
+        task = Task(work=Work(parts, ids, network.device), limits=limits)
+        reached = deepen(network, cache, task)
         assert reached.loops == limits
-        logits = network.logits(reached.x).split(counts)
+        logits = reached.logits.split(counts)
         for i, count, some in zip(going, counts, logits, strict=True):
             found[i].append(some)
             done[i] += count

@@ -14,12 +14,12 @@ BEGIN = [(7 * i + 3) % VOCABULARY for i in range(20)]
 
 def counted(**settings) -> tuple[Engine, list[int]]:
     """An engine, and how many tokens each of its passes began."""
-    engine = Engine(model_of("parcae"), **settings)
+    engine = Engine(model_of("parcae"), layers="torch", **settings)
     passes, begin = [], engine.network.begin
 
-    def count(ids, work, cache):
-        passes.append(len(ids))
-        return begin(ids, work, cache)
+    def count(work, cache):
+        passes.append(work.tokens)
+        return begin(work, cache)
 
     engine.network.begin = count  # type: ignore[method-assign]
     return engine, passes

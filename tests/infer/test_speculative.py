@@ -5,9 +5,12 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
 from oracles import VOCABULARY, chances_of, flips, model_of
 from parcae.config import ConfigError
+from parcae.infer import speculative
+from parcae.infer.deepen import deepen
 from parcae.infer.engine import Engine
 
 PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(16)]
@@ -53,21 +56,49 @@ def test_noise_of_its_own_for_each_token_makes_drafts_right():
     assert sum(m.accepted for m in made) > 0.9 * sum(m.drafted for m in made)
 
 
-def test_loops_are_run_once():
-    """A token that is drafted and accepted loops as often as a token that was not drafted."""
-    engine = Engine(model_of("parcae"))
-    ran, loop = 0, engine.network.loop
+@pytest.mark.parametrize("layers", ["auto", "torch"])
+def test_full_depth_sees_every_token_once(layers, monkeypatch):
+    """A token that is drafted and accepted costs full depth as often as one that was not drafted,
+    and a guess a shallow pass."""
+    engine = Engine(model_of("parcae"), layers=layers)
+    ran = {2: 0, 6: 0}
 
-    def counted(h, given, work, cache, loops):
-        nonlocal ran
-        ran += len(h) * len(loops)
-        return loop(h, given, work, cache, loops)
+    def counted(network, cache, task):
+        assert network is (engine.network if task.limits[0] == 6 else engine.network.drafter)
+        ran[task.limits[0]] += task.work.tokens
+        return deepen(network, cache, task)
 
-    engine.network.loop = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(speculative, "deepen", counted)
     made = engine.generate([3, 4], new_tokens=17, loops=6, draft_loops=2, draft_tokens=4)
-    rejected = made.drafted - made.accepted
-    # The prompt gives the first token; each further one costs 6 loops, and so does a wrong guess.
-    assert ran == 6 * (2 + 16 + rejected)
+    # The prompt gives the first token.
+    assert ran == {6: 16 + made.drafted - made.accepted, 2: made.drafted}
+
+
+def test_drafts_in_8_bits_leave_nothing_behind():
+    """What is in the cache after a draft was verified is what plain decoding leaves there."""
+    model, prompt, options = model_of("parcae"), [9, 4, 71], {"loops": 4, "new_tokens": 20}
+    kept = []
+    for draft in ({}, {"draft_loops": 2, "draft_tokens": 3}):
+        engine = Engine(model, rows=1)
+        made = engine.generate(prompt, **options, **draft)
+        text = len(prompt) + len(made.tokens) - 1
+        kept.append([part[:, 0, :text] for part in (engine.cache.outer, engine.cache.core)])
+    assert made.drafted > made.accepted > 0
+    for plain, quick in zip(*kept, strict=True):
+        torch.testing.assert_close(plain, quick, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_draft_takes_in_memory_is_told():
+    engine = Engine(model_of("parcae"))
+    before = engine.network.weight_bytes
+    engine.generate([1], loops=3, new_tokens=4)
+    assert engine.network.weight_bytes == before
+    engine.generate([1], loops=3, new_tokens=4, draft_loops=1)
+    drafter = engine.network.drafter
+    matrices = sum(one.stored.numel() for one in drafter.matrices)
+    assert engine.network.weight_bytes == before + matrices
+    small = Engine(model_of("parcae"), weights="int8").network
+    assert small.drafter is small
 
 
 def test_near_the_end_nothing_is_drafted_in_vain():

@@ -34,7 +34,7 @@ def draw(*shape: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("groups", [HEADS, GROUPS])
 def test_each_token_sees_its_row_up_to_itself(parts, groups):
-    work = Work(parts, CPU)
+    work = Work(parts, [0] * sum(part.count for part in parts), CPU)
     kept = draw(ROWS, ROOM, 2, groups, SIZE)
     q, k, v = (
         draw(work.tokens, HEADS, SIZE),
@@ -46,7 +46,7 @@ def test_each_token_sees_its_row_up_to_itself(parts, groups):
         expected_kept[row, at, 0], expected_kept[row, at, 1] = k[n], v[n]
     work.write(kept, k, v)
     assert torch.equal(kept, expected_kept)
-    assert work.positions.tolist() == [at for _, at in places]
+    assert list(zip(work.rows, work.positions, strict=True)) == places
 
     found = work.attend(q, kept)
     for n, (row, at) in enumerate(places):
@@ -57,8 +57,12 @@ def test_each_token_sees_its_row_up_to_itself(parts, groups):
 
 
 def test_last_tokens_and_selections():
-    work = Work([Part(3, 0, 3), Part(0, 8), Part(1, 2, 3)], CPU)
+    work = Work([Part(3, 0, 3), Part(0, 8), Part(1, 2, 3)], [1, 2, 3, 4, 5, 6, 7], CPU)
     assert work.last_tokens == [2, 3, 6]
     some = work.only([0, 2])
     assert some.parts == (Part(3, 0, 3), Part(1, 2, 3))
-    assert some.tokens == 6
+    assert (some.tokens, some.ids) == (6, [1, 2, 3, 5, 6, 7])
+    assert work.tokens_of({1, 2}) == [3, 4, 5, 6]
+    assert work.each("abc") == ["a", "a", "a", "b", "c", "c", "c"]
+    with pytest.raises(ValueError, match="6 ids"):
+        Work(work.parts, [0] * 6, CPU)

@@ -114,7 +114,7 @@ def _drafts(meter: Meter) -> str:
 def _memory(engine: Engine, request: Request) -> str:
     cache, network = engine.cache, engine.network
     per_token = console.size(cache.bytes_per_token(request.plan.loops))
-    layers = "PyTorch" if network.kernels is None else "C++"
+    layers = "PyTorch" if network.native is None else "C++"
     return (
         f"weights {console.size(network.weight_bytes)} (--weights {network.weights}); cache "
         f"{per_token} per token, {console.size(cache.bytes)} reserved (--cache {cache.policy}); "

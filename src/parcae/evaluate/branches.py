@@ -128,9 +128,10 @@ class Branches:
     """The attention of one pass over bundles, where decoding has its `Work`."""
 
     def __init__(self, held: Sequence[Bundle], device: torch.device) -> None:
-        self.tokens = sum(one.size for one in held)
-        places = [place for one in held for place in one.positions]
-        self.positions = torch.tensor(places, device=device)
+        self.ids = [token for one in held for token in one.ids]
+        self.positions = [place for one in held for place in one.positions]
+        self.id_tensor = torch.tensor(self.ids, device=device)
+        self.position_tensor = torch.tensor(self.positions, device=device)
         self._alike = list(_alike(held, device))
 
     def write(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from parcae.config import require
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import deepen
+from parcae.infer.deepen import Task, deepen
 from parcae.infer.network import Network, exactly
 from parcae.infer.request import DepthPlan
 from parcae.infer.work import Part, Work
@@ -71,26 +72,30 @@ def _decode(
     count, length = rows.shape
     cache = network.cache(policy)
     cache.reserve(count, length - 1, plan.loops)
-    limits = [plan.loops] * count
-    work = Work([Part(row, 0, prompt) for row in range(count)], network.device)
-    given = network.begin(rows[:, :prompt].flatten(), work, cache)
-    h = network.initial_state(given)
-    reached = deepen(network, cache, given, work, h, limits, extrapolation=plan.extrapolation)
-    state = reached.state[work.last_tokens]
+    work = Work(
+        [Part(row, 0, prompt) for row in range(count)],
+        rows[:, :prompt].flatten().tolist(),
+        network.device,
+    )
+    last = work.last_tokens
+    options: dict[str, Any] = {
+        "limits": [plan.loops] * count,
+        "extrapolation": plan.extrapolation,
+    }
+    state = deepen(network, cache, Task(work=work, predict=last, **options)).state[last]
+    if plan.exit is not None:
+        options["rules"] = [plan.exit] * count
     nats, loops = [], []
-    start = time.perf_counter()
+    begin = time.perf_counter()
     for position in range(prompt, length - 1):
-        work = Work([Part(row, position) for row in range(count)], network.device)
-        given = network.begin(rows[:, position], work, cache)
-        h = state if plan.start == "previous" else network.initial_state(given)
-        reached = deepen(
-            network, cache, given, work, h, limits, [plan.exit] * count, plan.extrapolation
-        )
+        parts = [Part(row, position) for row in range(count)]
+        work = Work(parts, rows[:, position].tolist(), network.device)
+        start = state if plan.start == "previous" else None
+        reached = deepen(network, cache, Task(work=work, start=start, **options))
         state = reached.state
-        logits = network.logits(reached.x)
-        nats.append(F.cross_entropy(logits, rows[:, position + 1].long(), reduction="none"))
+        nats.append(F.cross_entropy(reached.logits, rows[:, position + 1].long(), reduction="none"))
         loops.append(torch.tensor(reached.loops))
         if on_step is not None:
             on_step()
-    seconds = time.perf_counter() - start
+    seconds = time.perf_counter() - begin
     return Decoded(torch.stack(nats, 1).cpu(), torch.stack(loops, 1), seconds)

@@ -13,7 +13,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluate.branches import Branches, Bundle, Scratch, bundles
 from parcae.evaluate.prompts import Prompt
 from parcae.evaluate.scoring import Answer, read_predictions
-from parcae.infer.network import Given, Network, exactly
+from parcae.infer.network import Network, exactly
 from parcae.infer.request import check_whole
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
@@ -67,7 +67,7 @@ class LoopedScorer:
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
         sheet = Sheet(prompts)
-        with exactly(self.network.device):
+        with torch.no_grad(), exactly(self.network.device):
             readings = self._readings(sheet, seeds)
         return sheet.sort_out(*(torch.stack(column) for column in zip(*readings, strict=True)))
 
@@ -79,27 +79,23 @@ class LoopedScorer:
         scratch: Any = Scratch(network.layout)
         targets = torch.tensor(sheet.targets, device=device)
         predictors = torch.tensor(sheet.predictors, device=device)
-        given = network.begin(torch.tensor(sheet.ids, device=device), work, scratch)
-        h = self._initial_state(sheet, given, work, seeds)
-        readings = []
-        for loop in range(1, max(self.depths) + 1):
-            h = network.loop(h, given, work, scratch, range(loop, loop + 1))
-            if loop in self.depths:
-                x = network.read(h, given, work, scratch)[predictors]
-                readings.append(
-                    read_predictions(network.logits, x, targets, network.config.vocab_size)
-                )
+        drive = network.begin(work, scratch)
+        h = self._initial_state(sheet, drive, seeds)
+        readings, done = [], 0
+        for depth in self.depths:
+            h = network.loop(h, drive, work, scratch, range(done + 1, depth + 1))
+            done = depth
+            x = network.read(h, work, scratch)[predictors]
+            readings.append(read_predictions(network.logits, x, targets, network.config.vocab_size))
         return readings
 
-    def _initial_state(
-        self, sheet: Sheet, given: Given, work: Branches, seeds: Sequence[int] | None
-    ) -> Tensor:
+    def _initial_state(self, sheet: Sheet, drive: Tensor, seeds: Sequence[int] | None) -> Tensor:
         """Where it is drawn, a prompt's seed and a position decide: alternatives start alike."""
         if not self.draws_state:
-            return self.network.initial_state(given)
+            return torch.zeros_like(drive)
         require(seeds is not None, "seeds", "the state is drawn", "Give one for each prompt.")
         assert seeds is not None
-        width = given.drive.shape[1]
+        width = drive.shape[1]
         drawn = []
         for owner, held in zip(sheet.owners, sheet.bundles, strict=True):
             generator = torch.Generator().manual_seed(seeds[owner])
@@ -107,7 +103,7 @@ class LoopedScorer:
             shape = (max(positions) + 1, width)
             whole = draw_state(shape, generator, torch.device("cpu"), torch.float32)
             drawn.append(whole[torch.tensor(positions)])
-        return torch.cat(drawn).to(given.drive)
+        return torch.cat(drawn).to(drive)
 
 
 class Sheet:
@@ -122,7 +118,6 @@ class Sheet:
         found.sort(key=lambda one: one[0].shape)  # neighbours of one shape are computed at once
         self.bundles: list[Bundle] = [held for held, _, _ in found]
         self.owners = [owner for _, owner, _ in found]
-        self.ids = [token for held in self.bundles for token in held.ids]
         self.alternatives = [len(prompt.sequences) for prompt in prompts]
         self.predictors: list[int] = []
         self.targets: list[int] = []

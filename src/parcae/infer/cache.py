@@ -144,6 +144,13 @@ class Cache:
 
     def _cut(self) -> None:
         """The parts of single layers, cut once: a view costs as much as a small operation."""
+        self.places: tuple[int, ...] = (
+            self.outer.data_ptr(),
+            self.core.data_ptr(),
+            *self.outer.stride()[:2],
+            *self.core.stride()[:2],
+        )
+        """Where C++ finds it: addresses, then strides of layers and rows."""
         layers = self.outer.unbind()
         self.prelude_layers: Several[Tensor] = layers[: self.layout.prelude_layers]
         self.coda_layers: Several[Tensor] = layers[self.layout.prelude_layers :]

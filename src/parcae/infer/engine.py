@@ -26,7 +26,7 @@ from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer import speculative
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import deepen
+from parcae.infer.deepen import Reached, Task, deepen
 from parcae.infer.exit import ExitRule
 from parcae.infer.extrapolate import Extrapolation
 from parcae.infer.native.build import NoKernels
@@ -247,16 +247,16 @@ class Engine:
     def _read_prompts(self, wave: list[Sequence]) -> None:
         for extrapolation, group in by_extrapolation(wave):
             parts = [Part(s.row, s.reused, len(s.tokens) - s.reused) for s in group]
-            work = Work(parts, self.network.device)
             ids = [token for s in group for token in s.tokens[s.reused :]]
-            given = self.network.begin(self._tensor(ids), work, self.cache)
-            limits = [s.request.plan.loops for s in group]
-            h = self.network.initial_state(given)
-            reached = deepen(
-                self.network, self.cache, given, work, h, limits, extrapolation=extrapolation
+            work = Work(parts, ids, self.network.device)
+            task = Task(
+                work=work,
+                limits=[s.request.plan.loops for s in group],
+                extrapolation=extrapolation,
+                predict=work.last_tokens,
             )
-            last = work.last_tokens
-            self._take(group, reached.x[last], reached.state[last], limits)
+            reached = deepen(self.network, self.cache, task)
+            self._take(group, reached, work.last_tokens)
 
     def _decode(self, sequences: list[Sequence]) -> None:
         sequences = sorted(sequences, key=lambda s: s.row)
@@ -269,42 +269,33 @@ class Engine:
             self._decode_once(group, extrapolation)
 
     def _decode_once(self, sequences: list[Sequence], extrapolation: Extrapolation) -> None:
-        work = Work([Part(s.row, len(s.tokens) - 1) for s in sequences], self.network.device)
-        ids = self._tensor([s.tokens[-1] for s in sequences])
-        given = self.network.begin(ids, work, self.cache)
-        h = self.network.initial_state(given)
-        for place, sequence in enumerate(sequences):
-            if sequence.request.plan.start == "previous" and sequence.state is not None:
-                h[place] = sequence.state
         plans = [s.request.plan for s in sequences]
-        reached = deepen(
-            self.network,
-            self.cache,
-            given,
-            work,
-            h,
-            [plan.loops for plan in plans],
-            [plan.exit for plan in plans],
-            extrapolation,
+        exits = [plan.exit for plan in plans]
+        parts = [Part(s.row, len(s.tokens) - 1) for s in sequences]
+        task = Task(
+            work=Work(parts, [s.tokens[-1] for s in sequences], self.network.device),
+            limits=[plan.loops for plan in plans],
+            rules=exits if any(exits) else None,
+            extrapolation=extrapolation,
+            start=self._start(sequences),
         )
-        self._take(sequences, reached.x, reached.state, reached.loops)
+        self._take(sequences, deepen(self.network, self.cache, task), range(len(sequences)))
 
-    def _take(
-        self,
-        sequences: list[Sequence],
-        x: torch.Tensor,
-        states: torch.Tensor,
-        loops: list[int],
-    ) -> None:
-        logits = self.network.logits(x).cpu()
-        for place, sequence in enumerate(sequences):
+    def _start(self, sequences: list[Sequence]) -> torch.Tensor | None:
+        """Where states begin, if not all at zero."""
+        begins = [s.state if s.request.plan.start == "previous" else None for s in sequences]
+        if all(state is None for state in begins):
+            return None
+        zero = torch.zeros(self.config.core_block.width, device=self.network.device)
+        return torch.stack([zero if state is None else state for state in begins])
+
+    def _take(self, sequences: list[Sequence], reached: Reached, places: Several[int]) -> None:
+        """The next token of each; `places` are those of their last ones in the pass."""
+        each = zip(sequences, places, reached.loops, reached.rows, strict=True)
+        for sequence, place, loops, logits in each:
             if sequence.request.plan.start == "previous":
-                sequence.state = states[place]
-            token = sequence.choose(logits[place])
-            sequence.accept(token, loops[place], logits[place])
-
-    def _tensor(self, ids: list[int]) -> torch.Tensor:
-        return torch.tensor(ids, device=self.network.device)
+                sequence.state = reached.state[place]
+            sequence.accept(sequence.choose(logits), loops, logits)
 
 
 def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:

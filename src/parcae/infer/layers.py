@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -106,6 +106,16 @@ class Layer:
             after=after,
         )
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inner, self.out, self.fc, self.proj
+
+    def map(self, function: Callable[[Matrix], Matrix]) -> Layer:
+        """The same with other matrices."""
+        names = ("inner", "out", "fc", "proj")
+        made = map(function, self.matrices)
+        return replace(self, **dict(zip(names, made, strict=True)))
+
     def __call__(
         self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kept: Tensor, work: Work
     ) -> Tensor:
@@ -159,6 +169,9 @@ class Stack:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
+
+    def map(self, function: Callable[[Matrix], Matrix]) -> Stack:
+        return Stack([layer.map(function) for layer in self.layers])
 
     def __call__(
         self,

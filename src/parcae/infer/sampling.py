@@ -15,9 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,6 +45,11 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     """Above 1: positive logits of tokens seen are divided by it, negative ones multiplied."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing but the logits decides."""
+        return self.temperature == 0 and self.repetition_penalty == 1
 
     def __post_init__(self) -> None:
         for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -122,7 +129,11 @@ def _rank(chances: Tensor, sampling: Sampling) -> Tensor:
 
 def check_logits(logits: Tensor) -> None:
     """NaN anywhere, infinity, or nothing but minus infinity: the maximum shows them all."""
-    if not logits.amax(-1).isfinite().all():
+    check_largest(bool(logits.amax(-1).isfinite().all()))
+
+
+def check_largest(finite: bool) -> None:
+    if not finite:
         raise BrokenLogits(
             "logits: not a number. The model has diverged, or its weights are broken."
         )
@@ -138,8 +149,10 @@ def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tenso
     return logits.index_copy(0, ids, torch.where(held > 0, held / factor, held * factor))
 
 
+@lru_cache(maxsize=64)
 def noise(seed: int, position: int, size: int) -> Tensor:
-    """What decides the token at `position`, whoever asks for it: [V] in float64."""
+    """What decides the token at `position`, whoever asks for it: [V] in float64. A draft and the
+    text ask for the same, one after the other; nobody may change it."""
     generator = row_generator(seed, position, 0, "sample")
     return torch.empty(size, dtype=torch.float64).exponential_(generator=generator)
 
@@ -149,12 +162,17 @@ def choose(chances: Tensor, noise: Tensor) -> Tensor:
     return (chances / noise.clamp(min=1e-300)).argmax(-1)
 
 
+def likeliest(logits: np.ndarray) -> int:
+    """Of equals the first."""
+    best = int(logits.argmax())  # not a number counts as the largest
+    check_largest(math.isfinite(logits[best]))
+    return best
+
+
 def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Sequence[int]) -> int:
     """The token at `position`, from its logits [V] and the tokens before it."""
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
-        best = int(logits.argmax())  # not a number counts as the largest
-        check_logits(logits[best])
-        return best
+        return likeliest(logits.detach().numpy())
     chances = probabilities(logits, sampling)
     return int(choose(chances, noise(seed, position, len(chances))))

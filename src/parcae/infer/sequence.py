@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Completion, Finish, Piece, Request, TokenLogprob
-from parcae.infer.sampling import BrokenLogits, pick
+from parcae.infer.sampling import BrokenLogits, likeliest, pick
 from parcae.infer.text import TextStream
 
 
@@ -43,13 +44,16 @@ class Sequence:
         last = min(len(self.request.prompt) + self.request.new_tokens, self.context + 1)
         return last - len(self.tokens)
 
-    def choose(self, logits: Tensor, ahead: tuple[int, ...] = ()) -> int:
+    def choose(self, logits: np.ndarray, ahead: tuple[int, ...] = ()) -> int:
         """The token after those there are and those a draft has put ahead."""
         request, seen = self.request, self.tokens
         if ahead:
             seen = [*self.tokens, *ahead]
         try:
-            return pick(logits, request.sampling, request.seed, len(seen), seen)
+            if request.sampling.is_greedy:
+                return likeliest(logits)
+            given = torch.from_numpy(logits)
+            return pick(given, request.sampling, request.seed, len(seen), seen)
         except BrokenLogits as error:
             self.error, self.finish = error, "error"
             return 0
@@ -58,7 +62,7 @@ class Sequence:
         if self.error is not None:
             raise self.error
 
-    def accept(self, token: int, loops: int, logits: Tensor) -> None:
+    def accept(self, token: int, loops: int, logits: np.ndarray) -> None:
         """One more token, predicted from all there were; it may be the last."""
         if self.error is not None:
             return
@@ -106,8 +110,8 @@ class Sequence:
         )
 
 
-def _logprob(token: int, logits: Tensor, alternatives: int) -> TokenLogprob:
-    chances = logits.double().log_softmax(-1)
+def _logprob(token: int, logits: np.ndarray, alternatives: int) -> TokenLogprob:
+    chances = torch.from_numpy(logits).double().log_softmax(-1)
     best = torch.topk(chances, alternatives)
     pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return TokenLogprob(token, float(chances[token]), pairs)

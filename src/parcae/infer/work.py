@@ -1,19 +1,23 @@
 """Which tokens a pass computes, and what each of them attends to.
 
 Tokens of all sequences lie end to end. A `Part` is the run of tokens that belongs to one row of the
-cache; a `Work` is all parts of a pass. Every token is written before anything is read, so tokens of
-one pass see each other as far as causality lets them.
+cache; a `Work` is all parts of a pass with the ids of their tokens. Every token is written before
+anything is read, so tokens of one pass see each other as far as causality lets them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,36 +34,53 @@ class Part:
 
 
 class Work:
-    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts = tuple(parts)
-        self.device = device
-        self.tokens = sum(part.count for part in parts)
-        self._lanes: range | None = _equal_lanes(self.parts)
+    def __init__(self, parts: Sequence[Part], ids: Sequence[int], device: torch.device) -> None:
+        self.parts, self.ids, self.device = tuple(parts), ids, device
+        self.tokens = len(ids)
+        if self.tokens != sum(part.count for part in parts):
+            raise ValueError(f"{self.tokens} ids for parts of other sizes: {parts}")
+
+    @property
+    def positions(self) -> list[int]:
+        return [place for part in self.parts for place in range(part.first, part.end)]
+
+    @property
+    def rows(self) -> list[int]:
+        return self.each([part.row for part in self.parts])
+
+    def each(self, of_parts: Sequence[T]) -> list[T]:
+        """What is said of parts, said of their tokens."""
+        pairs = zip(of_parts, self.parts, strict=True)
+        return [value for value, part in pairs for _ in range(part.count)]
 
     @cached_property
-    def positions(self) -> Tensor:
+    def id_tensor(self) -> Tensor:
         """[N]"""
-        places = [place for part in self.parts for place in range(part.first, part.end)]
-        return torch.tensor(places, device=self.device)
+        return torch.tensor(self.ids, device=self.device)
 
     @cached_property
-    def rows(self) -> Tensor:
+    def position_tensor(self) -> Tensor:
         """[N]"""
-        rows = [part.row for part in self.parts for _ in range(part.count)]
-        return torch.tensor(rows, device=self.device)
+        return torch.tensor(self.positions, device=self.device)
 
     @cached_property
     def last_tokens(self) -> list[int]:
         """Where each part's last token stands among all tokens."""
-        places, end = [], 0
-        for part in self.parts:
-            end += part.count
-            places.append(end - 1)
-        return places
+        return [end - 1 for end in accumulate(part.count for part in self.parts)]
+
+    def tokens_of(self, parts: Collection[int]) -> list[int]:
+        """Places of these parts' tokens among all tokens."""
+        owners = self.each(range(len(self.parts)))
+        return [place for place, owner in enumerate(owners) if owner in parts]
 
     def only(self, kept: Sequence[int]) -> Work:
-        """The parts with these indices; in their order."""
-        return Work([self.parts[index] for index in kept], self.device)
+        """The parts with these indices, which rise."""
+        ids = [self.ids[place] for place in self.tokens_of(set(kept))]
+        return Work([self.parts[index] for index in kept], ids, self.device)
+
+    @cached_property
+    def _lanes(self) -> range | None:
+        return _equal_lanes(self.parts)
 
     def write(self, kept: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
         """`kept` [row, position, 2, K, E] receives the tokens' keys and values."""

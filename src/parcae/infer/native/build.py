@@ -1,4 +1,4 @@
-"""Compile `layers.cpp` when it is first needed, and keep the result for this kind of CPU.
+"""Compile `pass.cpp` when it is first needed, and keep the result for this kind of CPU.
 
 Nothing is installed: the library lies in the user's cache folder under a name made of the source,
 the compiler and the CPU. Where there is no compiler, decoding works without it, only slower.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from parcae.files import atomic_path
 
-SOURCE = Path(__file__).with_name("layers.cpp")
+SOURCE = Path(__file__).with_name("pass.cpp")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
 SECONDS = 120
 
@@ -62,8 +62,9 @@ def _built() -> Path:
     compiler = _compiler()
     assert compiler is not None
     version = _run([compiler, "--version"])
-    key = "\n".join((SOURCE.read_text(), version, *FLAGS, _processor()))
-    name = f"layers-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    sources = (file.read_text() for file in sorted(SOURCE.parent.glob("*.[ch]*")))
+    key = "\n".join((*sources, version, *FLAGS, _processor()))
+    name = f"pass-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     path = cache_folder() / name
     if not path.exists():
         try:

@@ -1,0 +1,61 @@
+// Threads that walk through a pass together, and meet where one step needs all of the step before.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace {
+
+// Threads wait for each other a hundred times a token, mostly for microseconds. So they look out
+// for the last one first; but where it has no core to run on, they make room for it.
+class Barrier {
+    std::atomic<int> arrived{0}, round{0};
+
+  public:
+    void meet(int size) {
+        int mine = round.load(std::memory_order_acquire);
+        if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
+            arrived.store(0, std::memory_order_relaxed);
+            round.store(mine + 1, std::memory_order_release);
+            return;
+        }
+        for (int looks = 0; round.load(std::memory_order_acquire) == mine; looks++)
+            if (looks > 4000) std::this_thread::yield();
+    }
+};
+
+struct Team {
+    int rank, size;
+    Barrier* barrier;
+    void meet() const {
+        if (size > 1) barrier->meet(size);
+    }
+    // This thread's share of n things, in runs of `grain`.
+    void share(int64_t n, int64_t grain, int64_t& begin, int64_t& end) const {
+        int64_t blocks = (n + grain - 1) / grain;
+        begin = std::min(n, blocks * rank / size * grain);
+        end = std::min(n, blocks * (rank + 1) / size * grain);
+    }
+};
+
+// The same function for every thread of a team.
+template <typename Function>
+void together([[maybe_unused]] int64_t threads, Function function) {
+    Barrier barrier;
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(threads)
+        function(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+        return;
+    }
+#endif
+    function(Team{0, 1, &barrier});
+}
+
+}  // namespace
