@@ -31,6 +31,7 @@ COMMANDS = (
     "generate",
     "depth",
     "eval",
+    "compare",
     "lm_eval",
     "fit",
     "predict",

@@ -43,6 +43,7 @@ class SmallHub(ThreadingHTTPServer):
         """What a login page in between sends for every file."""
         self.states_lengths = True
         self.requests: list[tuple[str, str | None]] = []
+        self.tokens: set[str | None] = set()
 
     @property
     def endpoint(self) -> str:
@@ -90,6 +91,7 @@ class Routes(BaseHTTPRequestHandler):
     def send_file(self, name: str) -> None:
         asked = self.headers.get("Range")
         self.server.requests.append((name, asked))
+        self.server.tokens.add(self.headers.get("Authorization"))
         if self.server.instead is not None:
             self.answer(200, self.server.instead)
             return
@@ -181,6 +183,14 @@ def test_what_was_downloaded_can_be_prepared(server: SmallHub, tmp_path: Path) -
     assert prepare(work, tmp_path / "shards")["totals"]["train"]["documents"] == 60
 
 
+def test_the_hub_is_told_who_asks(
+    server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_user")
+    fetch(server, tmp_path)
+    assert server.tokens == {"Bearer hf_of_the_user"}
+
+
 def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path, first_files=2)
     assert sorted(here(tmp_path)) == ["sample/10BT/0.parquet", "sample/10BT/1.parquet"]
@@ -224,7 +234,7 @@ def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path:
 def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, name: str) -> None:
     inside = str(Path(name).parent)
     server.damage.add(name)
-    with pytest.raises(FileError, match=r"does not have the checksum it states"):
+    with pytest.raises(FileError, match=r"does not have the right checksum"):
         fetch(server, tmp_path, inside)
     assert not (tmp_path / name).exists()
     server.damage.clear()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from evaluation_fixtures import write_lines
 from parcae import cli
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
@@ -153,6 +154,14 @@ def test_a_changed_task_file_is_scored_anew(scorer, tmp_path):
     path.write_text("second")
     changed = Passages("lambada", passages, DataFile(path, "test"))
     assert not samples.has(changed, 0)
+
+
+def test_a_file_and_its_gz_are_the_same_data(tmp_path):
+    rows = [{"query": "the cat"}]
+    write_lines(tmp_path / "a.jsonl", rows)
+    write_lines(tmp_path / "a.jsonl.gz", rows)
+    plain, packed = (DataFile(tmp_path / name, "test") for name in ("a.jsonl", "a.jsonl.gz"))
+    assert plain.sha256 == packed.sha256
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
+from parcae.commands import download
 from parcae.config import require
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ VALIDATION_FRACTION = 0.005
 
 
 def register(subparsers: Any) -> None:
-    parser = subparsers.add_parser("data", help="prepare, inspect and download documents")
+    parser = subparsers.add_parser("data", help="prepare, inspect and download documents and tasks")
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _register_prepare(actions)
     _register_inspect(actions)
-    _register_download(actions)
+    download.register(actions)
 
 
 def add_reading_options(parser: argparse.ArgumentParser) -> None:
@@ -194,44 +195,5 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         rows=arguments.rows,
         out_folder=arguments.out,
         bytes_of_token=tokenizer.bytes_per_token() if tokenizer.is_byte_level else None,
-    )
-    return 0
-
-
-def _register_download(actions: Any) -> None:
-    parser = actions.add_parser("download", help="fetch a dataset of the Hugging Face hub")
-    parser.add_argument(
-        "name", metavar="NAME", help="such as fineweb-edu-10bt, or owner/name:folder"
-    )
-    parser.add_argument("--out", required=True, metavar="FOLDER")
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
-    parser.add_argument("--first-files", type=int, metavar="N", help="only the first N files")
-    parser.set_defaults(run=run_download)
-
-
-def run_download(arguments: argparse.Namespace) -> int:
-    from parcae.data.hub import RemoteFile, download
-
-    with console.progress() as display:
-        tasks: dict[str, Any] = {}
-
-        def report(file: RemoteFile, here: int) -> None:
-            if file.path not in tasks:
-                tasks[file.path] = display.add_task(f"{file.path} (MB)", total=file.bytes / 1e6)
-            display.update(tasks[file.path], completed=here / 1e6)
-            if here == file.bytes and not console.err.is_terminal:
-                console.err.print(f"{file.path}: {file.bytes:,} bytes", highlight=False)
-
-        dataset = download(
-            arguments.name,
-            arguments.out,
-            revision=arguments.revision,
-            first_files=arguments.first_files,
-            report=report,
-        )
-    count = len(dataset.files[: arguments.first_files])
-    console.out.print(
-        f"{dataset.repository} at {dataset.commit[:12]}: {count} of {len(dataset.files)} files "
-        f"here and verified. Next: parcae data prepare {arguments.out} --tokenizer ... --out ..."
     )
     return 0

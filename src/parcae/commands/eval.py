@@ -222,7 +222,7 @@ def _check_data(arguments: argparse.Namespace, names: list[str]) -> None:
         arguments.eval_data is not None or not names,
         "eval-data",
         f"{', '.join(names)} need the tasks' files",
-        "Name their folder by --eval-data; docs/evaluation.md says where to get it.",
+        "Name their folder by --eval-data; `parcae data download core --out FOLDER` fetches one.",
     )
 
 

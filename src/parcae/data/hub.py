@@ -1,6 +1,7 @@
 """Datasets of the Hugging Face hub as local files: resumable, and verified by their sha256.
 
     download("fineweb-edu-10bt", "data/fineweb-edu-10bt")
+    fetch(url, file, target, server, report)           one file, of any server
 
 The first run fixes the revision and the list of files in `.download.json`; later runs check what
 is here and fetch the rest, byte range by byte range, so that an interrupted download of any size
@@ -16,9 +17,9 @@ import hashlib
 import importlib
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +35,7 @@ NAMES = {
     "fineweb-edu-350bt": f"{FINEWEB_EDU}:sample/350BT",
     "huginn": "tomg-group-umd/huginn-dataset",
 }
+HUB = "the hub"
 RECORD = ".download.json"
 PREFERRED: tuple[Format, ...] = ("parquet", "json-lines", "text")
 NOT_DOCUMENTS = {"dataset_infos.json", "dataset_info.json", "license.txt", "readme.txt"}
@@ -54,8 +56,16 @@ class RemoteFile:
     bytes: int
     sha256: str | None
     """Of the content, for all files that the hub keeps outside git; the others have none."""
-    blob_sha1: str
+    blob_sha1: str | None = None
     """git's own name for the content of a file kept inside git."""
+
+
+@dataclass(frozen=True)
+class Server:
+    name: str
+    """What errors call it."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of every request. A token goes in here, and so only to the server it is for."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +115,20 @@ def download(
         if dataset is None:
             dataset = _list(repository, inside, revision or "main", endpoint)
             write_sealed(folder / RECORD, asdict(dataset))
+        server = _hub()
         for file in dataset.files[:first_files]:
-            url = _url(dataset, file, endpoint)
-            _fetch_whole(url, file, folder / file.path, report)
+            fetch(_url(dataset, file, endpoint), file, folder / file.path, server, report)
     return dataset
 
 
-def resolve(name: str) -> tuple[str, str]:
-    """Repository and folder behind one of our names, or behind `owner/name[:folder]`."""
+def resolve(name: str, others: Sequence[str] = ()) -> tuple[str, str]:
+    """Repository and folder behind one of our names, or behind `owner/name[:folder]`. `others` may
+    have been meant where it is neither."""
     full = NAMES.get(name, name)
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[^:]+)?", full):
         raise ConfigError(
-            f"{name}: not a dataset. {suggest(name, list(NAMES))} Or write owner/name[:folder]."
+            f"{name}: not a dataset. {suggest(name, [*NAMES, *others])} Or write "
+            "owner/name[:folder]."
         )
     repository, _, inside = full.partition(":")
     return repository, inside.strip("/")
@@ -178,36 +190,44 @@ def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
     )
 
 
-def _fetch_whole(url: str, file: RemoteFile, target: Path, report: Report) -> None:
+def _hub() -> Server:
+    from huggingface_hub.utils import build_hf_headers
+
+    return Server(HUB, build_hf_headers())
+
+
+def fetch(url: str, file: RemoteFile, target: Path, server: Server, report: Report) -> None:
     """One file, verified; an interrupted one goes on, a damaged one is fetched once more."""
-    if target.exists() and _is_intact(target, file):
+    if target.exists() and is_intact(target, file):
         report(file, file.bytes)
         return
     partial = target.with_name(f".{target.name}.partial")
     with writing(target):
         partial.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(2):
-        _fetch(url, file, partial, report)
-        if _is_intact(partial, file):
+        _fetch(url, file, partial, server, report)
+        if is_intact(partial, file):
             with atomic_path(target) as temporary:
                 partial.replace(temporary)
             return
         partial.unlink()
     raise FileError(
-        f"{target}: what the hub sent does not have the checksum it states. Nothing of it was "
+        f"{target}: what {server.name} sent does not have the right checksum. Nothing of it was "
         "kept; try again later."
     )
 
 
-def _fetch(url: str, file: RemoteFile, partial: Path, report: Report) -> None:
+def _fetch(url: str, file: RemoteFile, partial: Path, server: Server, report: Report) -> None:
     """Append what is missing; give up after a few attempts in a row that brought nothing."""
     idle_attempts = 0
     while (here := _size(partial)) < file.bytes:
         report(file, here)
-        problem = Unreachable(f"{file.path}: the hub sent less than the file. Try again later.")
+        problem = Unreachable(
+            f"{file.path}: {server.name} sent less than the file. Try again later."
+        )
         try:
-            with _clear_errors(file.path):
-                _append(url, file, partial, here, report)
+            with _clear_errors(file.path, server.name):
+                _append(url, file, partial, server, report)
         except Unreachable as error:
             problem = error
         if (now := _size(partial)) >= file.bytes:
@@ -223,12 +243,13 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _append(url: str, file: RemoteFile, partial: Path, here: int, report: Report) -> None:
+def _append(url: str, file: RemoteFile, partial: Path, server: Server, report: Report) -> None:
     """One request. A server that ignores ranges sends all anew, and what is here is passed over,
     so that no answer, be it a login page, costs what was already fetched."""
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
-    headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+    here = _size(partial)
+    headers = {**server.headers, "Accept-Encoding": "identity"}
     if here:
         headers["Range"] = f"bytes={here}-"
     with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
@@ -272,7 +293,7 @@ def _write(stream: IO[bytes], data: bytes, path: Path) -> None:
         ) from error
 
 
-def _is_intact(path: Path, file: RemoteFile) -> bool:
+def is_intact(path: Path, file: RemoteFile) -> bool:
     if path.stat().st_size != file.bytes:
         return False
     digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.bytes)
@@ -283,7 +304,7 @@ def _is_intact(path: Path, file: RemoteFile) -> bool:
 
 
 @contextmanager
-def _clear_errors(wanted: str) -> Iterator[None]:
+def _clear_errors(wanted: str, server: str = HUB) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -302,10 +323,10 @@ def _clear_errors(wanted: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         later = error.response.status_code in WORTH_ANOTHER_TRY
         kind = Unreachable if later else FileError
-        raise kind(f"{wanted}: the hub refused ({_first_line(error)}).") from None
+        raise kind(f"{wanted}: {server} refused ({_first_line(error)}).") from None
     except (OfflineModeIsEnabled, *_connection_errors()) as error:
         raise Unreachable(
-            f"{wanted}: the hub cannot be reached ({_first_line(error)}). Check the network; "
+            f"{wanted}: {server} cannot be reached ({_first_line(error)}). Check the network; "
             "what is here is kept, and the same command goes on from it."
         ) from None
 

@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +19,7 @@ from typing import Any, Protocol
 
 from parcae.evaluate.prompts import Prompt
 from parcae.evaluate.scoring import Answer, Scorer
-from parcae.files import sha256
+from parcae.files import reading, sha256
 
 Record = dict[str, Any]
 
@@ -33,7 +35,11 @@ class DataFile:
 
     @cached_property
     def sha256(self) -> str:
-        return sha256(self.path)
+        """Of the content: a file and its .gz are the same data."""
+        if self.path.suffix != ".gz":
+            return sha256(self.path)
+        with reading(self.path), gzip.open(self.path) as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def describe(self) -> dict[str, Any]:
         return {

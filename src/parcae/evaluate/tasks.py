@@ -51,6 +51,8 @@ class Task:
     """A part or a reconstruction of the data, used where `file` is not there."""
     sha256: str | None
     """Of `file`, uncompressed, where it is known."""
+    bytes: int | None
+    """Like `sha256`."""
 
     def centred(self, accuracy: float, baselines: Baselines = "nanochat") -> float:
         chance = self.baselines[baselines] / 100
@@ -105,4 +107,5 @@ def _task(row: dict[str, str]) -> Task:
         file=row["file"],
         stand_in=row["stand_in"] or None,
         sha256=row["sha256"] or None,
+        bytes=int(row["bytes"]) if row["bytes"] else None,
     )
