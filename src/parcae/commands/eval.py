@@ -61,6 +61,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="what loops start from; like-init is drawn by the seed (default: zero)",
     )
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="tokens scored at a time")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens read at a time (default: the model's own)"
+    )
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
     parser.add_argument("--tokenizer", metavar="FILE", help="if not beside the model")
     parser.add_argument("--best", action="store_true", help="a run's best checkpoint, not its last")
@@ -90,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         best=arguments.best,
         batch_tokens=arguments.batch_tokens,
+        context=arguments.context,
         device=arguments.device,
     )
     out = arguments.out or _default_folder(arguments.checkpoint)

@@ -37,8 +37,9 @@ class LoopedScorer:
         identity: str = "",
         state: Literal["zero", "like-init"] = "zero",
         batch_tokens: int | None = None,
+        context: int | None = None,
     ) -> None:
-        """`depths` left out is the mean number of loops in training."""
+        """`depths` left out is the mean number of loops in training, `context` the model's own."""
         self.model = model
         self.network = Network(model)
         self.is_looped = isinstance(model, LoopedModel)
@@ -53,9 +54,13 @@ class LoopedScorer:
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
-        self.context_length = model.config.context_length
+        most = model.config.context_length
+        self.context_length = most if context is None else context
+        fits = self.context_length <= most
+        require(fits, "context", f"{context} is more than the model's {most}", "Use fewer.")
         self.tokenizer = tokenizer
         self.bos: int | None = tokenizer.bos
+        self.opening: tuple[int, ...] = (tokenizer.bos,)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)

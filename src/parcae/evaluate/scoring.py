@@ -53,6 +53,8 @@ class Scorer(Protocol):
     context_length: int
     batch_tokens: int
     bos: int | None
+    opening: tuple[int, ...]
+    """What the tokenizer itself puts before a text, which the harness leaves to it."""
 
     def encode(self, text: str) -> list[int]: ...
 
