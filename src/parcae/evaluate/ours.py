@@ -15,6 +15,7 @@ from parcae.evaluate.prompts import Prompt
 from parcae.evaluate.scoring import Answer, read_predictions
 from parcae.infer.network import Given, Network, exactly
 from parcae.infer.request import check_whole
+from parcae.infer.sampling import BrokenLogits
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
@@ -91,10 +92,14 @@ class LoopedScorer:
             h = network.loop(h, given, work, scratch, range(loop, loop + 1))
             if loop in self.depths:
                 x = network.read(h, given, work, scratch)[predictors]
-                readings.append(
-                    read_predictions(network.logits, x, targets, network.config.vocab_size)
-                )
+                readings.append(self._read(x, targets, loop))
         return readings
+
+    def _read(self, x: Tensor, targets: Tensor, loop: int) -> tuple[Tensor, Tensor]:
+        try:
+            return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
+        except BrokenLogits as error:
+            raise BrokenLogits(f"at {loop} loops, {error}") from None
 
     def _initial_state(
         self, sheet: Sheet, given: Given, work: Branches, seeds: Sequence[int] | None

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parcae.config import require
 from parcae.evaluate.items import Item
 from parcae.evaluate.tasks import Kind, Task
 
@@ -57,17 +56,10 @@ def shuffled(count: int) -> list[int]:
 
 
 def draw_examples(count: int, index: int, shots: int, seed: int) -> list[int]:
-    """Indices, in the shuffled order, of what is shown before item `index`."""
-    require(
-        shots < count,
-        "shots",
-        f"{shots} examples cannot be drawn from {count - 1} other items",
-        "The task's file is too short; is it truncated?",
-    )
-    if shots == 0:
-        return []
-    others = [other for other in range(count) if other != index]
-    return random.Random(seed + index).sample(others, shots)
+    """Indices, in the shuffled order, of what is shown before item `index`: a sample of all others,
+    whose list is never made, since some tasks have very many."""
+    drawn = random.Random(seed + index).sample(range(count - 1), shots)
+    return [place + (place >= index) for place in drawn]
 
 
 def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:

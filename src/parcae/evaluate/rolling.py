@@ -16,6 +16,7 @@ from parcae.config import require
 from parcae.evaluate.job import DataFile, Record, mean, standard_error, sums
 from parcae.evaluate.prompts import Prompt, Span, cut_left
 from parcae.evaluate.scoring import Answer, Scorer
+from parcae.files import FileError
 
 
 class Window(NamedTuple):
@@ -112,6 +113,8 @@ class RunningText:
             for number, text in enumerate(documents)
             for window in windows(scorer.encode(text), bos, scorer.context_length)
         ]
+        if not self.windows:
+            raise FileError(f"{source.path}: it holds no text. Name a file that does.")
         self.words = [len(re.split(r"\s+", text)) for text in counted]
         self.bytes = [len(text.encode()) for text in counted]
 
