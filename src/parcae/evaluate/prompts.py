@@ -42,6 +42,8 @@ class Prompt:
     spans: tuple[Span, ...]
     lengths: tuple[int, ...]
     """Before tokens were dropped on the left."""
+    lost: int = 0
+    """Tokens to be scored among those dropped, at most for an alternative."""
 
     @property
     def is_cut(self) -> bool:
@@ -101,12 +103,14 @@ def tokenised(
 def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context: int) -> Prompt:
     """Sequences no longer than `context`; where a span itself is cut, what is left has one token
     before it to be predicted from."""
-    kept, moved = [], []
+    kept, moved, lost = [], [], 0
     for tokens, (start, end) in zip(sequences, spans, strict=True):
         dropped = max(len(tokens) - context, 0)
         kept.append(tuple(tokens[dropped:]))
         moved.append(Span(max(start - dropped, 1), end - dropped))
-    return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)))
+        if dropped > 0:
+            lost = max(lost, dropped + 1 - start)
+    return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)), lost)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
