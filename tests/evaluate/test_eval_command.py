@@ -206,9 +206,13 @@ def test_empty_and_truncated_files(content, tmp_path):
         (["--suite", "core", "--eval-data", "/nowhere"], "no such folder"),
         (["--suite", "val"], "--val-data"),
         (["--suite", "lambada", "--loops", "1,x"], "1,2,4,8"),
-        (["--suite", "lambada", "--loops", "0"], "0"),
+        (["--suite", "val", "--loops", "0"], "loops: 0"),
         (["--suite", "lambada", "--limit", "0"], "limit"),
-        (["--suite", "lambada", "--batch-tokens", "0"], "batch_tokens"),
+        (["--suite", "val", "--batch-tokens", "0"], "batch_tokens"),
+        (["--suite", "val", "--device", "nonsense"], "device: nonsense cannot be used"),
+        (["--suite", "val", "--device", "cuda:77"], "device: cuda:77 cannot be used"),
+        (["--suite", "val", "--context", "65"], "more than the model's 64"),
+        (["--suite", "val", "--context", "1"], "context: 1 is too few"),
     ],
 )
 def test_wrong_words_are_told(words, told, checkpoint, task_folder, tmp_path, capsys):

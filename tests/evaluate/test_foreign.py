@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from parcae import cli
-from parcae.evaluate.foreign import ForeignScorer
+from parcae.evaluate.foreign import ForeignScorer, tokenizer_fingerprint
 from parcae.evaluate.opening import is_foreign, open_scorer
 from parcae.evaluate.prompts import Span, cut_left
 from parcae.evaluate.rolling import continuations
@@ -81,3 +84,80 @@ def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
 def test_loops_are_refused_without_a_loop(folder: Path):
     with pytest.raises(ValueError, match="no loop"):
         open_scorer(folder, [8])
+
+
+def test_options_of_our_models_are_refused(folder: Path, tmp_path: Path, capsys):
+    for words in (["--state", "like-init"], ["--tokenizer", "x.json"], ["--best"]):
+        assert cli.main(["eval", str(folder), "--out", str(tmp_path), *words]) == 2
+        assert words[0].strip("-") in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_another_model(folder: Path):
+    """With other merges the same weights read other tokens."""
+    scorer = ForeignScorer.open(str(folder))
+    before = tokenizer_fingerprint(scorer.tokenizer)
+    assert before == tokenizer_fingerprint(ForeignScorer.open(str(folder)).tokenizer)
+    assert before in open_scorer(folder).identity
+    scorer.tokenizer.backend_tokenizer.normalizer = pytest.importorskip(
+        "tokenizers"
+    ).normalizers.Lowercase()
+    assert before != tokenizer_fingerprint(scorer.tokenizer)
+
+
+def test_a_model_that_reads_both_ways_is_refused(small_tokenizer):
+    config = transformers.BertConfig(
+        vocab_size=small_tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=48,
+    )
+    for is_decoder in (False, True):
+        torch.manual_seed(0)
+        config.is_decoder = is_decoder
+        model = transformers.BertLMHeadModel(config)
+        tokenizer = SimpleNamespace(
+            bos_token_id=0, eos_token_id=1, model_max_length=48, encode=lambda text, **_: [5]
+        )
+        if is_decoder:
+            ForeignScorer(model, tokenizer)
+        else:
+            with pytest.raises(ValueError, match="not a causal model"):
+                ForeignScorer(model, tokenizer)
+
+
+def test_a_context_can_be_given_where_the_model_names_none(folder: Path):
+    scorer = ForeignScorer.open(str(folder))
+    silent = SimpleNamespace(
+        config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
+    )
+    scorer.tokenizer.model_max_length = 10**30
+    with pytest.raises(ValueError, match="--context"):
+        ForeignScorer(silent, scorer.tokenizer)
+    assert ForeignScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
+    assert open_scorer(folder, context=24).context_length == 24
+
+
+def test_a_broken_folder_is_told_in_one_line(folder: Path, tmp_path: Path, capsys):
+    shutil.copytree(folder, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")
+    assert cli.main(["eval", str(tmp_path / "broken"), "--out", str(tmp_path)]) == 2
+    assert "that transformers can open" in capsys.readouterr().err
+
+
+def test_logits_of_one_pass_at_a_time_are_held(folder: Path, monkeypatch):
+    """A vocabulary is large: what one pass made is gone before the next begins."""
+    scorer = ForeignScorer.open(str(folder), batch_tokens=8)
+    made = []
+    inner = scorer._logits
+
+    def logits(rows, kept):
+        assert all(one() is None for one in made)
+        found = inner(rows, kept)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(scorer, "_logits", logits)
+    scorer.score([continuations("the cat sat", [" on a mat", " and saw", " run"], scorer)])
+    assert len(made) > 1

@@ -211,8 +211,15 @@ def test_examples_never_hold_the_question_itself():
     for index in range(20):
         drawn = draw_examples(20, index, 19, 1234)
         assert sorted(drawn) == [other for other in range(20) if other != index]
-    with pytest.raises(parcae.ConfigError, match="too short"):
-        draw_examples(10, 0, 10, 1234)
+
+
+@pytest.mark.parametrize("count", [2, 12, 300, 38_148])
+def test_examples_are_drawn_as_from_the_list_of_all_others(count):
+    shots = min(10, count - 1)
+    for index in {0, 1, count // 2, count - 1}:
+        others = [other for other in range(count) if other != index]
+        wanted = random.Random(2345 + index).sample(others, shots)
+        assert draw_examples(count, index, shots, 2345) == wanted
 
 
 def test_shuffle_is_a_permutation():

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parcae import cli
+from parcae.config import ConfigError
 from parcae.evaluate.rolling import continuations, windows
 from parcae.evaluate.scoring import score_all
 from parcae.evaluate.texts import articles, as_written, read_wikitext
@@ -94,6 +95,61 @@ def test_generated_text_ends_before_its_stop(adapter):
         )
     )
     assert again[0] == text
+
+
+def test_a_continuation_that_does_not_fit_is_refused(adapter, scorer, capsys):
+    """As by the harness, whose result would be that of a part; a context is cut, and that told."""
+    text = " rain" * 200
+    tokens = scorer.encode(text)
+    whole, fits = scorer.tokenizer.decode(tokens[:65]), scorer.tokenizer.decode(tokens[:64])
+    assert len(scorer.encode(whole)) == 65
+    with pytest.raises(ConfigError, match="a continuation of 65 tokens does not fit the model's"):
+        adapter.loglikelihood(ask(("", whole)))
+    capsys.readouterr()
+    adapter.loglikelihood(ask(("the cat", fits), ("the cat", " sat")))
+    assert "1 of 1 contexts" in " ".join(capsys.readouterr().err.split())
+    adapter.loglikelihood(ask(("", fits)))
+    assert "contexts" not in capsys.readouterr().err
+
+
+def test_repeated_samples_differ_and_can_be_had_again(adapter):
+    """A task with `repeats` sends the same request several times."""
+    options = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
+    requests = ask(*[("the cat", options)] * 3, ("one dog", options))
+    made = adapter.generate_until(requests)
+    assert len(set(made[:3])) == 3
+    assert adapter.generate_until(requests[1:2]) == made[:1]
+    assert adapter.generate_until(requests[-1:]) == made[-1:]
+
+
+def test_tasks_have_several_names_for_how_much_may_be_said(adapter):
+    asked = ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_gen_toks": 3, "max_tokens": 9})
+    three = adapter.generate_until(ask(("the cat", {"until": [], "max_new_tokens": 3})))
+    for options in asked:
+        assert adapter.generate_until(ask(("the cat", {"until": [], **options}))) == three
+    with pytest.raises(ConfigError, match="num_beams"):
+        adapter.generate_until(ask(("the cat", {"until": [], "num_beams": 4})))
+
+
+def test_what_was_scored_before_a_kill_is_in_the_harness_cache(adapter, monkeypatch):
+    kept = []
+    hook = SimpleNamespace(add_partial=lambda *one: kept.append(one))
+    monkeypatch.setattr(adapter, "cache_hook", hook)
+    score, calls = adapter.scorer.score, iter([True, False])
+
+    def once(prompts, seeds=None):
+        if not next(calls):
+            raise KeyboardInterrupt
+        return score(prompts, seeds)
+
+    monkeypatch.setattr(adapter.scorer, "score", once)
+    monkeypatch.setattr(adapter.scorer, "batch_tokens", 8)
+    requests = ask(("the cat sat on", " a mat"), ("one dog", " run"))
+    with pytest.raises(KeyboardInterrupt):
+        adapter.loglikelihood(requests)
+    ((kind, arguments, (value, _)),) = kept
+    assert (kind, arguments) == ("loglikelihood", ("the cat sat on", " a mat"))
+    assert value < 0
 
 
 def test_lambada_is_scored_after_bos(scorer, adapter):

@@ -61,6 +61,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="what loops start from; like-init is drawn by the seed (default: zero)",
     )
     parser.add_argument("--batch-tokens", type=int, metavar="N", help="tokens scored at a time")
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="tokens read at a time (default: the model's own)"
+    )
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
     parser.add_argument("--tokenizer", metavar="FILE", help="if not beside the model")
     parser.add_argument("--best", action="store_true", help="a run's best checkpoint, not its last")
@@ -81,7 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_data(arguments, [name for name in names if name != "val"])
 
     from parcae import console
+    from parcae.config import ConfigError
     from parcae.evaluate.opening import open_scorer
+    from parcae.infer.sampling import BrokenLogits
 
     scorer = open_scorer(
         arguments.checkpoint,
@@ -90,12 +95,18 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         best=arguments.best,
         batch_tokens=arguments.batch_tokens,
+        context=arguments.context,
         device=arguments.device,
     )
     out = arguments.out or _default_folder(arguments.checkpoint)
     start = time.monotonic()
     with exclusive(out):
-        result = _evaluate(arguments, names, seeds, scorer, out)
+        if arguments.again:
+            _drop_results(out)
+        try:
+            result = _evaluate(arguments, names, seeds, scorer, out)
+        except BrokenLogits as error:
+            raise ConfigError(f"{scorer.name}: {error}") from None
         result["seconds"] = round(time.monotonic() - start, 1)
         write_json(out / "result.json", result)
         picture = _show(result, arguments, out)
@@ -189,7 +200,7 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> P
     from parcae.evaluate.shown import picture, tables
 
     folder = arguments.eval_data
-    published = published_scores(folder) if folder is not None else {}
+    published = {} if folder is None else published_scores(folder, arguments.baselines)
     if not arguments.json:
         for table in tables(result, published):
             console.out.print(table)
@@ -234,6 +245,8 @@ def _suites(words: list[str]) -> list[str]:
     for name in names:
         if name not in SUITES:
             raise ConfigError(f"suite: {name!r} is not known. {suggest(name, SUITES)}")
+    if not names:
+        raise ConfigError(f"suite: none is named. Use {', '.join(SUITES)}.")
     return list(dict.fromkeys(names))
 
 
@@ -243,9 +256,18 @@ def _numbers(text: str | None, key: str) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(word) for word in text.split(",")]
+        return list(dict.fromkeys(int(word) for word in text.split(",")))
     except ValueError:
         raise ConfigError(f"{key}: {text!r} is not a list of numbers such as 1,2,4,8.") from None
+
+
+def _drop_results(out: Path) -> None:
+    """What an earlier evaluation came to must not stand beside the samples of another."""
+    from parcae.files import writing
+
+    for name in ("result.json", "scores.png"):
+        with writing(out / name):
+            (out / name).unlink(missing_ok=True)
 
 
 def _default_folder(checkpoint: str) -> Path:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from parcae.config import ConfigError
 from parcae.data.corpus import find_files, read_documents
+from parcae.data.loader import Batch
 from parcae.data.readers import Reading
 from parcae.evaluate.job import DataFile
 from parcae.evaluate.loss import losses_by_depth
@@ -37,14 +41,24 @@ def measure_held_out(checkpoint: str, limit: int | None, scorer: Scorer) -> dict
     corpora = open_corpora(recipe, run)
     if not corpora.can_validate(recipe):
         raise FileError(f"{run}: its data holds out less than one row. {REMEDY}")
+    rows = 0
+
+    def batches() -> Iterator[Batch]:
+        nonlocal rows
+        for batch in corpora.validation(recipe, BATCH_ROWS):
+            rows += len(batch[0])
+            yield batch
+
     measured = losses_by_depth(
         scorer.model,
-        corpora.validation(recipe, BATCH_ROWS),
+        batches(),
         scorer.depths,
         corpora.bytes_of_token(),
+        "like-init" if scorer.draws_state else "zero",
+        generator=torch.Generator(scorer.model.device).manual_seed(0),
     )
     return {
-        "rows": recipe.run.validation_rows,
+        "rows": rows,
         "by_loops": {
             str(depth): {name: _plain(value) for name, value in asdict(found).items()}
             for depth, found in measured.items()

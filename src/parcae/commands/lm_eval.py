@@ -31,10 +31,13 @@ def pass_on(words: Sequence[str]) -> int:
             "lm-eval: the harness is not installed: pip install 'parcae[eval]'."
         ) from None
     import parcae.evaluate.harness  # noqa: F401  (registers the name)
+    from parcae.infer.sampling import BrokenLogits
 
     before, sys.argv = sys.argv, ["lm_eval", *words]
     try:
         cli_evaluate()
+    except BrokenLogits as error:
+        raise ConfigError(f"lm-eval: {error}") from None
     finally:
         sys.argv = before
     return 0

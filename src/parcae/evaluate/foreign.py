@@ -8,7 +8,9 @@ are scored are computed where the model's class can leave out the others.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,6 +25,12 @@ from parcae.files import FileError
 BATCH_TOKENS = 4096
 LONGEST_CONTEXT = 1 << 20
 """Beyond this, a tokenizer's limit stands for none."""
+
+Row = tuple[int, ...]
+Place = tuple[int, int]
+"""A position that predicts, and the token it is asked about."""
+Reading = tuple[Tensor, Tensor]
+"""Nats of that token and the likeliest one."""
 
 
 class ForeignScorer:
@@ -40,13 +48,17 @@ class ForeignScorer:
         context_length: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
+        least = "Use at least 1."
+        require(batch_tokens >= 1, "batch_tokens", f"{batch_tokens} is too few", least)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name, self.identity, self.batch_tokens = name, identity, batch_tokens
         self.context_length = context_length or _context_length(model, tokenizer)
         self.bos: int | None = (
             tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         )
+        self.opening = _opening(tokenizer)
         self.keeps_chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._check_causal()
 
     @classmethod
     def open(cls, name: str, device: str | torch.device = "cpu", **options: Any) -> ForeignScorer:
@@ -59,14 +71,13 @@ class ForeignScorer:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model: Any = AutoModelForCausalLM.from_pretrained(name)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # what a broken folder raises depends on what is broken
             first = str(error).strip().split("\n")[0]
             raise FileError(
                 f"{name}: neither a model of ours nor one that transformers can open ({first}). "
                 "Check the path; a name on the hub needs a network the first time."
             ) from None
-        revision = getattr(model.config, "_commit_hash", None)
-        return cls(model.to(device), tokenizer, name=name, identity=f"{name} {revision}", **options)
+        return cls(model.to(device), tokenizer, name=name, **options)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -77,67 +88,108 @@ class ForeignScorer:
     def score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        whole = sorted({tokens for prompt in prompts for tokens in _inputs(prompt)}, key=len)
-        scored = {tokens: set[int]() for tokens in whole}
+        asked: dict[Row, set[Place]] = {}
         for prompt in prompts:
-            for tokens, span in zip(_inputs(prompt), prompt.spans, strict=True):
-                scored[tokens].update(range(span.start - 1, span.end - 1))
-        logits: dict[tuple[tuple[int, ...], int], Tensor] = {}
-        for rows in _padded(whole, self.batch_tokens):
-            logits.update(self._logits(rows, scored))
-        return [list(self._answers(prompt, logits)) for prompt in prompts]
+            for row, places in zip(_inputs(prompt), _places(prompt), strict=True):
+                asked.setdefault(row, set()).update(places)
+        found: dict[tuple[Row, Place], Reading] = {}
+        for rows in _padded(sorted(asked, key=len), self.batch_tokens):
+            found.update(self._read(rows, asked))
+        return [list(_answers(prompt, found)) for prompt in prompts]
 
     @torch.no_grad()
-    def _logits(
-        self, rows: Sequence[tuple[int, ...]], scored: dict[tuple[int, ...], set[int]]
-    ) -> Iterator[tuple[tuple[tuple[int, ...], int], Tensor]]:
-        """Predictions at the scored places of each row."""
-        longest = len(rows[-1])
+    def _read(
+        self, rows: Sequence[Row], asked: dict[Row, set[Place]]
+    ) -> Iterator[tuple[tuple[Row, Place], Reading]]:
+        """All that is asked about some rows, from one pass. No logits outlive it: a vocabulary is
+        large."""
+        kept = sorted({position for row in rows for position, _ in asked[row]})
+        logits = self._logits(rows, kept)
+        at = {position: i for i, position in enumerate(kept)} if self.keeps_chosen else None
+        wanted = [(row, place) for row in rows for place in sorted(asked[row])]
+        number = {row: i for i, row in enumerate(rows)}
+        lines = [number[row] for row, _ in wanted]
+        columns = [position if at is None else at[position] for _, (position, _) in wanted]
+        flat = torch.tensor(lines) * logits.shape[1] + torch.tensor(columns)
+        targets = torch.tensor([token for _, (_, token) in wanted], device=logits.device)
+        whole = logits.flatten(0, 1)
+        nats, likeliest = read_predictions(
+            lambda part: whole[part], flat.to(logits.device), targets, logits.shape[2]
+        )
+        yield from zip(wanted, zip(nats, likeliest, strict=True), strict=True)
+
+    def _logits(self, rows: Sequence[Row], kept: Sequence[int]) -> Tensor:
+        """[rows, kept, V], or [rows, longest, V] where the model cannot leave anything out."""
+        longest = max(map(len, rows))
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, tokens in enumerate(rows):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            mask[row, : len(tokens)] = 1
-        kept = sorted(set().union(*(scored[tokens] for tokens in rows)))
+        for number, row in enumerate(rows):
+            ids[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
         device = self.model.device
         options: dict[str, Any] = {"use_cache": False}
         if self.keeps_chosen:
             options["logits_to_keep"] = torch.tensor(kept, device=device)
-        out = self.model(ids.to(device), attention_mask=mask.to(device), **options).logits
-        places = {place: at for at, place in enumerate(kept)}
-        for row, tokens in enumerate(rows):
-            for place in scored[tokens]:
-                at = places[place] if self.keeps_chosen else place
-                yield (tokens, place), out[row, at]
+        return self.model(ids.to(device), attention_mask=mask.to(device), **options).logits
 
-    def _answers(
-        self, prompt: Prompt, logits: dict[tuple[tuple[int, ...], int], Tensor]
-    ) -> Iterator[Answer]:
-        for tokens, span, whole in zip(
-            _inputs(prompt), prompt.spans, prompt.sequences, strict=True
-        ):
-            rows = [logits[tokens, place] for place in range(span.start - 1, span.end - 1)]
-            targets = torch.tensor(whole[span.start : span.end])
-            predicted = torch.stack(rows)
-            nats, likeliest = read_predictions(
-                lambda x: x, predicted, targets.to(predicted.device), predicted.shape[1]
-            )
-            yield Answer(nats[None], likeliest[None], targets)
+    @torch.no_grad()
+    def _check_causal(self) -> None:
+        """The library opens models that read in both directions as if they wrote: what they are
+        asked about they would have seen."""
+        ending = [self._logits([(0, 1, 2, last)], range(4))[0].float() for last in (3, 4)]
+        apart = (ending[0] - ending[1]).abs().amax(1)
+        rounding = torch.finfo(self.model.dtype).eps ** 0.5
+        require(
+            not bool(apart[:-1].max() > rounding * apart[-1]),  # not a number is told elsewhere
+            self.name,
+            "its predictions depend on what comes after them, so it is not a causal model",
+            "Use one that writes from left to right.",
+        )
 
 
-def _inputs(prompt: Prompt) -> list[tuple[int, ...]]:
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Changes with whatever changes the tokens of a text."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    held = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, _opening(tokenizer))
+    return hashlib.sha256(json.dumps([held, marks]).encode()).hexdigest()
+
+
+def _inputs(prompt: Prompt) -> list[Row]:
     """What the model reads: all but the last scored token."""
     pairs = zip(prompt.sequences, prompt.spans, strict=True)
     return [tokens[: span.end - 1] for tokens, span in pairs]
 
 
-def _padded(rows: Sequence[tuple[int, ...]], most: int) -> Iterator[Sequence[tuple[int, ...]]]:
+def _places(prompt: Prompt) -> list[list[Place]]:
+    pairs = zip(prompt.sequences, prompt.spans, strict=True)
+    return [[(at - 1, tokens[at]) for at in range(*span)] for tokens, span in pairs]
+
+
+def _answers(prompt: Prompt, found: dict[tuple[Row, Place], Reading]) -> Iterator[Answer]:
+    for row, places in zip(_inputs(prompt), _places(prompt), strict=True):
+        nats, likeliest = zip(*(found[row, place] for place in places), strict=True)
+        expected = torch.tensor([token for _, token in places])
+        yield Answer(torch.stack(nats)[None], torch.stack(likeliest)[None], expected)
+
+
+def _padded(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:
     """Rows of rising length in groups whose padded size stays within `most`."""
     start = 0
     for end in range(1, len(rows) + 1):
         if end == len(rows) or len(rows[end]) * (end + 1 - start) > most:
             yield rows[start:end]
             start = end
+
+
+def _opening(tokenizer: Any) -> tuple[int, ...]:
+    """What it puts before a text of its own accord: BOS for Llama, nothing for GPT-2."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return tuple(whole[:start])
+    return ()
 
 
 def _context_length(model: Any, tokenizer: Any) -> int:

@@ -24,6 +24,7 @@ from parcae.evaluate.job import (
 from parcae.evaluate.prompts import Prompt, draw_examples, render, shuffled, tokenised
 from parcae.evaluate.scoring import Answer, Scorer
 from parcae.evaluate.tasks import Task
+from parcae.files import FileError
 
 
 class Questions:
@@ -34,6 +35,11 @@ class Questions:
         read = read_items(source.path, task.kind)
         self.rows = shuffled(len(read))
         self.items: list[Item] = [read[row] for row in self.rows]
+        if task.shots >= len(self.items):
+            raise FileError(
+                f"{source.path}: {len(self.items)} questions are too few for {task.name}, which "
+                f"shows {task.shots} others before each. Is it truncated?"
+            )
 
     def __len__(self) -> int:
         return len(self.items)

@@ -56,8 +56,7 @@ class Fields:
         value = self.get(field)
         if not isinstance(value, str):
             raise self.error(f"{_short(value)} is not a text", field)
-        if any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise self.error("half of a surrogate pair, which is no character", field)
+        self._check_characters(value, field)
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
@@ -66,6 +65,8 @@ class Fields:
             raise self.error(f"{_short(value)} is not a list of texts", field)
         if len(value) < 2:
             raise self.error(f"{len(value)} to choose from; at least 2 are needed", field)
+        for one in value:
+            self._check_characters(one, field)
         return tuple(value)
 
     def index(self, field: str, count: int) -> int:
@@ -73,6 +74,10 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
             raise self.error(f"{_short(value)} is not one of 0 .. {count - 1}", field)
         return value
+
+    def _check_characters(self, text: str, field: str) -> None:
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise self.error("half of a surrogate pair, which is no character", field)
 
 
 def read_items(path: Path, kind: Kind) -> list[Item]:

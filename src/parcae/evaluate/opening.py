@@ -10,11 +10,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from parcae.config import require
-from parcae.evaluate.foreign import ForeignScorer
+from parcae.config import ConfigError, require
+from parcae.evaluate.foreign import ForeignScorer, tokenizer_fingerprint
 from parcae.evaluate.ours import LoopedScorer
 from parcae.evaluate.scoring import Scorer
-from parcae.files import read_json
+from parcae.files import FileError, read_json
 from parcae.infer.checkpoint import open_checkpoint
 from parcae.model.release import is_release
 from parcae.model.store import CONFIG_FILE, FORMAT
@@ -28,16 +28,30 @@ def open_scorer(
     tokenizer: str | Path | None = None,
     best: bool = False,
     batch_tokens: int | None = None,
+    context: int | None = None,
     device: str | torch.device = "cpu",
 ) -> Scorer:
+    """`context`: tokens read at a time, where it is not to be as many as the model says."""
+    least = "Use at least 2."
+    require(context is None or context >= 2, "context", f"{context} is too few", least)
+    _check_device(device)
     if is_foreign(name):
-        require(
-            not depths or tuple(depths) == (1,), "loops", "this model has no loop", "Leave it out."
-        )
+        loops = bool(depths) and tuple(depths or ()) != (1,)
+        remedy = "Leave it out."
+        require(not loops, "loops", "this model has no loop", remedy)
+        require(state == "zero", "state", "this model has no loop to start", remedy)
+        require(tokenizer is None, "tokenizer", "this model is read with its own", remedy)
+        require(not best, "best", "this model is not a run", remedy)
         options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-        scorer = ForeignScorer.open(str(name), device, **options)
-        scorer.identity = fingerprint(scorer.model)
+        scorer = ForeignScorer.open(str(name), device, context_length=context, **options)
+        words = tokenizer_fingerprint(scorer.tokenizer)
+        scorer.identity = f"{fingerprint(scorer.model)} {words}"
         return scorer
+    if not Path(name).exists():
+        raise FileError(
+            f"{name}: no such folder. Give a model's folder, a run's, or one of its checkpoints; "
+            "a model on the hub by its whole name, such as openai-community/gpt2."
+        )
     model, words, folder = open_checkpoint(name, tokenizer, best)
     return LoopedScorer(
         model.to(device),
@@ -47,7 +61,16 @@ def open_scorer(
         identity=f"{fingerprint(model)} {words.sha256}",
         state=state,
         batch_tokens=batch_tokens,
+        context=context,
     )
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).split("\n")[0]
+        raise ConfigError(f"device: {device} cannot be used here ({first}). Use cpu.") from None
 
 
 def is_foreign(name: str | Path) -> bool:

@@ -15,6 +15,7 @@ from parcae.evaluate.prompts import Prompt
 from parcae.evaluate.scoring import Answer, read_predictions
 from parcae.infer.network import Network, exactly
 from parcae.infer.request import check_whole
+from parcae.infer.sampling import BrokenLogits
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
@@ -37,8 +38,9 @@ class LoopedScorer:
         identity: str = "",
         state: Literal["zero", "like-init"] = "zero",
         batch_tokens: int | None = None,
+        context: int | None = None,
     ) -> None:
-        """`depths` left out is the mean number of loops in training."""
+        """`depths` left out is the mean number of loops in training, `context` the model's own."""
         self.model = model
         self.network = Network(model)
         self.is_looped = isinstance(model, LoopedModel)
@@ -53,9 +55,13 @@ class LoopedScorer:
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
-        self.context_length = model.config.context_length
+        most = model.config.context_length
+        self.context_length = most if context is None else context
+        fits = self.context_length <= most
+        require(fits, "context", f"{context} is more than the model's {most}", "Use fewer.")
         self.tokenizer = tokenizer
         self.bos: int | None = tokenizer.bos
+        self.opening: tuple[int, ...] = (tokenizer.bos,)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -86,8 +92,14 @@ class LoopedScorer:
             h = network.loop(h, drive, work, scratch, range(done + 1, depth + 1))
             done = depth
             x = network.read(h, work, scratch)[predictors]
-            readings.append(read_predictions(network.logits, x, targets, network.config.vocab_size))
+            readings.append(self._read(x, targets, depth))
         return readings
+
+    def _read(self, x: Tensor, targets: Tensor, loops: int) -> tuple[Tensor, Tensor]:
+        try:
+            return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
+        except BrokenLogits as error:
+            raise BrokenLogits(f"at {loops} loops, {error}") from None
 
     def _initial_state(self, sheet: Sheet, drive: Tensor, seeds: Sequence[int] | None) -> Tensor:
         """Where it is drawn, a prompt's seed and a position decide: alternatives start alike."""

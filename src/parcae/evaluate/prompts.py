@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parcae.config import require
 from parcae.evaluate.items import Item
 from parcae.evaluate.tasks import Kind, Task
 
@@ -43,6 +42,8 @@ class Prompt:
     spans: tuple[Span, ...]
     lengths: tuple[int, ...]
     """Before tokens were dropped on the left."""
+    lost: int = 0
+    """Tokens to be scored among those dropped, at most for an alternative."""
 
     @property
     def is_cut(self) -> bool:
@@ -57,17 +58,10 @@ def shuffled(count: int) -> list[int]:
 
 
 def draw_examples(count: int, index: int, shots: int, seed: int) -> list[int]:
-    """Indices, in the shuffled order, of what is shown before item `index`."""
-    require(
-        shots < count,
-        "shots",
-        f"{shots} examples cannot be drawn from {count - 1} other items",
-        "The task's file is too short; is it truncated?",
-    )
-    if shots == 0:
-        return []
-    others = [other for other in range(count) if other != index]
-    return random.Random(seed + index).sample(others, shots)
+    """Indices, in the shuffled order, of what is shown before item `index`: a sample of all others,
+    whose list is never made, since some tasks have very many."""
+    drawn = random.Random(seed + index).sample(range(count - 1), shots)
+    return [place + (place >= index) for place in drawn]
 
 
 def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
@@ -109,12 +103,14 @@ def tokenised(
 def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context: int) -> Prompt:
     """Sequences no longer than `context`; where a span itself is cut, what is left has one token
     before it to be predicted from."""
-    kept, moved = [], []
+    kept, moved, lost = [], [], 0
     for tokens, (start, end) in zip(sequences, spans, strict=True):
         dropped = max(len(tokens) - context, 0)
         kept.append(tuple(tokens[dropped:]))
         moved.append(Span(max(start - dropped, 1), end - dropped))
-    return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)))
+        if dropped > 0:
+            lost = max(lost, dropped + 1 - start)
+    return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)), lost)
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:

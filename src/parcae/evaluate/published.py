@@ -7,10 +7,9 @@ CORE            ,           , 0.113891
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
-from parcae.evaluate.tasks import FOLDERS
+from parcae.evaluate.tasks import FOLDERS, Baselines, core
 from parcae.files import reading
 
 PLACES = tuple(f"{folder}/{below}" for folder in FOLDERS for below in ("", "meta"))
@@ -25,22 +24,35 @@ Scores = dict[str, float]
 """Centred, by task; CORE is their mean."""
 
 
-def published_scores(folder: Path) -> dict[str, Scores]:
-    """By model, smallest first; what cannot be read is left out."""
+def published_scores(folder: Path, baselines: Baselines = "nanochat") -> dict[str, Scores]:
+    """By model, smallest first; what cannot be read is left out. The files' own scores are centred
+    by nanochat's baselines; for others they are centred anew, so that what stands side by side can
+    be compared."""
     found = {}
     for file, name in NAMES.items():
         paths = (folder / place.lstrip("/") / f"{file}.csv" for place in PLACES)
         if path := next((path for path in paths if path.is_file()), None):
-            found[name] = _read(path)
+            accuracies, scores = _read(path, 1), _read(path, 2)
+            found[name] = scores if baselines == "nanochat" else _centred(accuracies, baselines)
     return found
 
 
-def _read(path: Path) -> Scores:
+def _centred(accuracies: Scores, baselines: Baselines) -> Scores:
+    tasks = [task for task in core() if task.name in accuracies]
+    scores = {task.name: task.centred(accuracies[task.name], baselines) for task in tasks}
+    if len(tasks) == len(core()):
+        scores["CORE"] = sum(scores.values()) / len(scores)
+    return scores
+
+
+def _read(path: Path, column: int) -> Scores:
     scores: Scores = {}
-    with reading(path), path.open(encoding="utf-8", newline="") as stream:
-        for row in csv.reader(stream):
-            try:
-                scores[row[0].strip()] = float(row[2])
-            except (IndexError, ValueError):  # the header, or a line that is not a score
-                continue
+    with reading(path):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        words = line.split(",")
+        try:
+            scores[words[0].strip()] = float(words[column])
+        except (IndexError, ValueError):  # the header, or a line that is not a score
+            continue
     return scores

@@ -16,6 +16,7 @@ from parcae.config import require
 from parcae.evaluate.job import DataFile, Record, mean, standard_error, sums
 from parcae.evaluate.prompts import Prompt, Span, cut_left
 from parcae.evaluate.scoring import Answer, Scorer
+from parcae.files import FileError
 
 
 class Window(NamedTuple):
@@ -35,14 +36,28 @@ def windows(tokens: Sequence[int], prefix: int, context: int) -> Iterator[Window
 
 
 def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:
-    """What is scored of each text after `context`. Both are encoded as one, spaces at the context's
-    end counting as the text's; the model never reads the last token, so one more fits."""
+    """What is scored of each text after `context`, spaces at whose end count as the text's: what
+    the encoding of both has beyond the length of the context's own. Where a token spans the two,
+    the model still reads the context's own. It never reads the last token, so one more fits. In
+    front is what the tokenizer puts there, and BOS where there is no context."""
     kept = context.rstrip()
     spaces = context[len(kept) :]
-    begin = [] if scorer.bos is None else [scorer.bos]
-    start = len(begin) + len(scorer.encode(kept))
-    whole = [begin + scorer.encode(kept + spaces + text) for text in texts]
-    spans = [Span(max(min(start, len(one) - 1), 1), len(one)) for one in whole]
+    bos = [] if scorer.bos is None else [scorer.bos]
+    begin = list(scorer.opening) if kept else bos
+    read = scorer.encode(kept)
+    whole, spans = [], []
+    for text in texts:
+        both = scorer.encode(kept + spaces + text)
+        tokens = begin + (read + both[len(read) :] if len(both) > len(read) else both)
+        require(
+            len(tokens) > 1,
+            "text",
+            f"{context + text!r} has no token that another comes before",
+            "Give a longer one, or a tokenizer with a token to begin with.",
+        )
+        start = min(len(begin) + len(read), len(tokens) - 1)
+        whole.append(tokens)
+        spans.append(Span(max(start, 1), len(tokens)))
     return cut_left(whole, spans, scorer.context_length + 1)
 
 
@@ -98,6 +113,8 @@ class RunningText:
             for number, text in enumerate(documents)
             for window in windows(scorer.encode(text), bos, scorer.context_length)
         ]
+        if not self.windows:
+            raise FileError(f"{source.path}: it holds no text. Name a file that does.")
         self.words = [len(re.split(r"\s+", text)) for text in counted]
         self.bytes = [len(text.encode()) for text in counted]
 

@@ -76,7 +76,8 @@ class Samples:
             )
             for index, record in records.items()
         }
-        with writing(self.path), self.path.open("a", encoding="utf-8") as stream:
+        remedy = "What was scored before is kept; make room and start again."
+        with writing(self.path, remedy), self.path.open("a", encoding="utf-8") as stream:
             stream.write("".join(f"{line}\n" for line in lines.values()))
         self._lines[place].update(lines)
 

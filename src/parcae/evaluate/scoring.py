@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.evaluate.prompts import Prompt
-from parcae.infer.sampling import check_logits
+from parcae.infer.sampling import BrokenLogits, check_logits
 
 LARGEST_LOGITS = 1 << 25
 """Numbers held at once when predictions are read."""
@@ -53,6 +53,8 @@ class Scorer(Protocol):
     context_length: int
     batch_tokens: int
     bos: int | None
+    opening: tuple[int, ...]
+    """What the tokenizer itself puts before a text, which the harness leaves to it."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -104,6 +106,9 @@ def read_predictions(
     for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
         predicted = logits(part).float()
         check_logits(predicted)
-        nats.append(F.cross_entropy(predicted, wanted, reduction="none").double().cpu())
+        found = F.cross_entropy(predicted, wanted, reduction="none").double().cpu()
+        if not found.isfinite().all():
+            raise BrokenLogits("logits: minus infinity for a token that is asked about.")
+        nats.append(found)
         likeliest.append(predicted.argmax(-1).cpu())
     return torch.cat(nats), torch.cat(likeliest)

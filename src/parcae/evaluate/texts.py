@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def read_wikitext(path: Path) -> list[str]:
             text = stream.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: not UTF-8 ({error}). Get the raw version of WikiText.") from None
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FileError(f"{path}: not a whole gzip file ({error}). Get it again.") from None
     found = list(articles(text))
     if not any(article.strip() for article in found):
@@ -79,7 +80,7 @@ def read_passages(path: Path) -> list[tuple[str, str]]:
 
 
 def _passage(fields: Fields) -> tuple[str, str]:
-    word = fields.text("continuation").strip()
-    if not word:
+    word = fields.text("continuation").strip(" ")  # a line may end before it, which counts
+    if not word.strip():
         raise fields.error("there is nothing to predict", "continuation")
     return fields.text("context"), word
