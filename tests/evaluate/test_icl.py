@@ -235,6 +235,17 @@ def test_an_answer_that_begins_another_still_has_a_token_to_score():
     assert equal.spans == (Span(2, 3), Span(2, 3))
 
 
+def test_an_answer_that_does_not_begin_a_token_is_told():
+    """The release stops there; here the token that spans both is scored, and counted."""
+    texts = [b"q", b"qab"]
+    assert tokenised("language_modeling", texts, list, 0, 100).is_aligned  # type: ignore
+    joined = tokenised(
+        "language_modeling", ["q", "qab"], {"q": [5], "qab": [7, 8]}.__getitem__, 0, 100
+    )
+    assert joined.spans == (Span(1, 3),)
+    assert not joined.is_aligned
+
+
 def test_a_span_longer_than_the_context_is_scored_as_far_as_it_fits():
     prompt = tokenised("multiple_choice", [b"q123456", b"qabcdef"], list, 0, 4)  # type: ignore
     assert prompt.is_cut
