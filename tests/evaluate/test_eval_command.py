@@ -17,6 +17,7 @@ from evaluation_fixtures import write_lines
 from parcae import cli
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
+from parcae.evaluate.ours import LoopedScorer
 from parcae.evaluate.rolling import Passages
 from parcae.evaluate.runner import run
 from parcae.evaluate.samples import Samples
@@ -142,6 +143,8 @@ def test_results_of_another_model_or_depth_are_not_mixed(checkpoint, task_folder
     assert cli.main([*words, "--loops", "1"]) == 0
     assert cli.main([*words, "--loops", "2"]) == 2
     assert "other loops" in capsys.readouterr().err
+    assert cli.main([*words, "--loops", "1", "--state", "like-init"]) == 2
+    assert "other model, state" in capsys.readouterr().err
     assert cli.main([*words, "--loops", "2", "--again"]) == 0
 
 
@@ -156,12 +159,31 @@ def test_a_changed_task_file_is_scored_anew(scorer, tmp_path):
     assert not samples.has(changed, 0)
 
 
+<<<<<<< HEAD
 def test_a_file_and_its_gz_are_the_same_data(tmp_path):
     rows = [{"query": "the cat"}]
     write_lines(tmp_path / "a.jsonl", rows)
     write_lines(tmp_path / "a.jsonl.gz", rows)
     plain, packed = (DataFile(tmp_path / name, "test") for name in ("a.jsonl", "a.jsonl.gz"))
     assert plain.sha256 == packed.sha256
+=======
+def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, monkeypatch):
+    words = ("--suite", "core", "--loops", "1", "--limit", "4")
+    plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *words)
+    found = plain["suites"]["core"]["tasks"]["bigbench_operators"]
+    assert "share_unaligned" not in found
+    encode = LoopedScorer.encode
+
+    def joining(self, text: str) -> list[int]:
+        """The second token depends on how many there are."""
+        tokens = encode(self, text)
+        return [tokens[0], len(tokens) % 7, *tokens[2:]]
+
+    monkeypatch.setattr(LoopedScorer, "encode", joining)
+    joined = evaluate(checkpoint, task_folder, tmp_path / "joined", *words)
+    found = joined["suites"]["core"]["tasks"]["bigbench_operators"]
+    assert 0 < found["share_unaligned"] <= 1
+>>>>>>> evalreview
 
 
 @pytest.mark.parametrize(

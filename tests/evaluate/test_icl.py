@@ -126,11 +126,11 @@ def test_losses_and_verdicts_are_the_releases(shared_data, expected, model, toke
 @pytest.mark.parametrize("name", NAMES)
 def test_every_task_as_one_at_a_time_without_cache(name, shared_data, model, tokenizer):
     asked = questions(name, shared_data)
-    task, depths = asked.task, (1, 3)
+    task, depths = asked.task, (2,)
     rows = one_at_a_time.read(asked.source.path)
     scorer = LoopedScorer(model, tokenizer, depths)
     seed = SEEDS[1]
-    indices = [0, 1, len(rows) - 1]
+    indices = [0, len(rows) - 1]
     job = InContext(asked, seed)
     prompts = [job.prompt(index, scorer) for index in indices]
     answers = score_all(scorer, prompts)
@@ -233,6 +233,17 @@ def test_an_answer_that_begins_another_still_has_a_token_to_score():
     assert prompt.spans == (Span(2, 3), Span(2, 4))
     equal = tokenised("multiple_choice", [b"qa", b"qa"], encode, 0, 100)  # type: ignore
     assert equal.spans == (Span(2, 3), Span(2, 3))
+
+
+def test_an_answer_that_does_not_begin_a_token_is_told():
+    """The release stops there; here the token that spans both is scored, and counted."""
+    texts = [b"q", b"qab"]
+    assert tokenised("language_modeling", texts, list, 0, 100).is_aligned  # type: ignore
+    joined = tokenised(
+        "language_modeling", ["q", "qab"], {"q": [5], "qab": [7, 8]}.__getitem__, 0, 100
+    )
+    assert joined.spans == (Span(1, 3),)
+    assert not joined.is_aligned
 
 
 def test_a_span_longer_than_the_context_is_scored_as_far_as_it_fits():

@@ -145,8 +145,9 @@ def _evaluate(
         else:
             suites["val"] = open_held_out(arguments.val_data, arguments.limit, scorer)
     settings = {
-        "format": 1,
+        "format": 2,
         "model": scorer.identity,
+        "state": arguments.state,
         "context length": scorer.context_length,
         "loops": list(scorer.depths),
     }

@@ -84,6 +84,8 @@ class InContext:
             greedy = answer.is_greedy()
             kept["losses"] = by_depth([sums(answer)])
             kept["said"] = answer.likeliest.tolist()
+            if not prompt.is_aligned:
+                kept["unaligned"] = True
             kept["credit"] = [float(right) for right in greedy]
         else:
             gold = self.questions.items[index].gold

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parcae.evaluate.items import Item
@@ -44,6 +44,8 @@ class Prompt:
     """Before tokens were dropped on the left."""
     lost: int = 0
     """Tokens to be scored among those dropped, at most for an alternative."""
+    is_aligned: bool = True
+    """Whether an answer begins where a token does; else that token is scored, question and all."""
 
     @property
     def is_cut(self) -> bool:
@@ -85,11 +87,13 @@ def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
 def tokenised(
     kind: Kind, texts: Sequence[str], encode: Encode, bos: int | None, context: int
 ) -> Prompt:
+    is_aligned = True
     begin = [] if bos is None else [bos]
     whole = [begin + encode(text) for text in texts]
     if kind == "language_modeling":
         without, whole = whole[0], whole[1:]
         start = min(common_prefix([without, *whole]), len(whole[0]) - 1)
+        is_aligned = start == len(without)
         spans = [Span(start, len(whole[0]))]
     elif kind == "multiple_choice":
         start = min(common_prefix(whole), min(map(len, whole)) - 1)
@@ -97,7 +101,7 @@ def tokenised(
     else:
         shared = max(common_suffix(whole), 1)
         spans = [Span(len(tokens) - shared, len(tokens)) for tokens in whole]
-    return cut_left(whole, spans, context)
+    return replace(cut_left(whole, spans, context), is_aligned=is_aligned)
 
 
 def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context: int) -> Prompt:

@@ -235,10 +235,13 @@ def _plain_result(job: Job, samples: Samples, depths: Sequence[int]) -> dict[str
 
 
 def _measured_on(job: Job, records: Sequence[Record]) -> dict[str, Any]:
-    """The file, how much of it was scored, and how often a prompt was too long."""
+    """The file, how much of it was scored, how often a prompt was too long, and how often the
+    tokenizer made one token of a question's end and its answer's beginning, if ever."""
     extent: dict[str, Any] = {"scored": len(job)}
     if "cut" in records[0]:
         extent["share_cut"] = mean([float(record["cut"]) for record in records])
+    if any("unaligned" in record for record in records):
+        extent["share_unaligned"] = mean([float("unaligned" in record) for record in records])
     return {**job.source.describe(), **extent}
 
 
