@@ -159,14 +159,14 @@ def test_a_changed_task_file_is_scored_anew(scorer, tmp_path):
     assert not samples.has(changed, 0)
 
 
-<<<<<<< HEAD
 def test_a_file_and_its_gz_are_the_same_data(tmp_path):
     rows = [{"query": "the cat"}]
     write_lines(tmp_path / "a.jsonl", rows)
     write_lines(tmp_path / "a.jsonl.gz", rows)
     plain, packed = (DataFile(tmp_path / name, "test") for name in ("a.jsonl", "a.jsonl.gz"))
     assert plain.sha256 == packed.sha256
-=======
+
+
 def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, monkeypatch):
     words = ("--suite", "core", "--loops", "1", "--limit", "4")
     plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *words)
@@ -183,7 +183,6 @@ def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, 
     joined = evaluate(checkpoint, task_folder, tmp_path / "joined", *words)
     found = joined["suites"]["core"]["tasks"]["bigbench_operators"]
     assert 0 < found["share_unaligned"] <= 1
->>>>>>> evalreview
 
 
 @pytest.mark.parametrize(
