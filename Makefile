@@ -20,7 +20,7 @@ demo: $(STAMP)  ## see what looping does, in a picture; AGAIN=1 trains anew
 	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 
 test: $(STAMP) lint types  ## every test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --durations=25
 
 check: $(STAMP) lint types  ## lint, types and the fast tests: under two minutes
 	$(BIN)/python -m pytest -m 'not slow'
