@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo test check bench lint types clean help
@@ -9,13 +10,18 @@ STAMP  := $(VENV)/.installed
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
-$(STAMP): pyproject.toml
+$(RUNS): pyproject.toml
 	@echo "Installing parcae and what it needs into $(VENV): about a minute, a few with a slow network ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $(RUNS)
+
+$(STAMP): $(RUNS)
+	@echo "Installing what tests need ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(STAMP)  ## see what looping does, in a picture; AGAIN=1 trains anew
+demo: $(RUNS)  ## see what looping does, in a picture; AGAIN=1 trains anew
 	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--again)
 	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 

@@ -28,6 +28,11 @@ def test_an_installation_says_what_it_does_before_it_is_silent(tmp_path):
     assert any(line.startswith('echo "Installing') for line in lines[:pip])
 
 
+def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
+    assert "[dev]" not in would_run("demo", f"VENV={tmp_path / 'venv'}")
+    assert "[dev]" in would_run("test", f"VENV={tmp_path / 'venv'}")
+
+
 def test_clean_removes_every_cache_that_git_ignores():
     ignored = (ROOT / ".gitignore").read_text().split()
     caches = [line.rstrip("/") for line in ignored if line.startswith(".") and line.endswith("/")]
