@@ -32,6 +32,8 @@ COMMANDS = (
     "depth",
     "eval",
     "lm_eval",
+    "fit",
+    "predict",
 )
 
 

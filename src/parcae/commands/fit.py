@@ -1,0 +1,100 @@
+"""`parcae fit`: every scaling law from a table of runs, with figures and a summary."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parcae.scaling.study import Step, Study
+
+
+def register(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser(
+        "fit",
+        help="fit the scaling laws to a table of runs: parameters, intervals, figures",
+        epilog="The table has the columns model, mean_loops, tokens, flops, effective_params, "
+        "test_loops, loss; others are kept. docs/scaling-laws.md says more.",
+    )
+    parser.add_argument("table", metavar="TABLE", type=Path, help=".csv or .parquet")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/fit"), metavar="FOLDER", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--starts", type=int, default=500, metavar="N", help="random starts (%(default)s)"
+    )
+    parser.add_argument(
+        "--draws", type=int, default=200, metavar="N", help="bootstrap replicas; 0 for none"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--all-starts", action="store_true", help="follow every start to the end: slower, the same"
+    )
+    parser.add_argument("--no-figures", action="store_true", help="numbers only")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from parcae.config import require
+    from parcae.files import exclusive, write_text
+    from parcae.scaling.result import write_fit
+    from parcae.scaling.study import Effort, run_study
+    from parcae.scaling.summary import markdown
+    from parcae.scaling.table import read_table
+
+    require(arguments.starts >= 1, "--starts", f"{arguments.starts}: too few", "Use at least 1.")
+    drawn = arguments.draws == 0 or arguments.draws >= 20
+    require(drawn, "--draws", f"{arguments.draws}: too few for intervals", "Use 20 or more, or 0.")
+    table = read_table(arguments.table)
+    effort = Effort(
+        starts=arguments.starts,
+        unified_starts=2 * arguments.starts,
+        draws=arguments.draws,
+        halving=not arguments.all_starts,
+        seed=arguments.seed,
+    )
+    out = arguments.out
+    with exclusive(out), _steps() as step:
+        study = run_study(table, effort, step)
+        write_fit(out / "fit.json", study.tree())
+        pictures = [] if arguments.no_figures else _draw(study, out, step)
+        write_text(out / "summary.md", markdown(study, pictures))
+    _tell(study, out, pictures)
+    return 0
+
+
+def _draw(study: Study, out: Path, step: Step) -> list[str]:
+    from parcae.scaling.page import write_page
+    from parcae.scaling.plots import draw_all
+
+    step("figures")
+    names = draw_all(study, out)
+    write_page(study, out / "laws.html")
+    return names
+
+
+@contextmanager
+def _steps() -> Iterator[Step]:
+    """What is being done, and since when; silent where nobody watches."""
+    from parcae import console
+
+    with console.err.status("reading") as status:
+        yield lambda text: status.update(text)
+
+
+def _tell(study: Study, out: Path, pictures: list[str]) -> None:
+    from parcae import console
+    from parcae.scaling.summary import notes, views
+
+    for view in views(study):
+        console.out.print(console.table(view.title, view.columns, view.rows))
+    for model, lines in notes(study).items():
+        for line in lines:
+            text = f"{model}: {line}" if not line.startswith(f"{model}:") else line
+            console.out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    files = ["fit.json", "summary.md", *(["laws.html"] if pictures else []), *pictures]
+    text = f"wrote {', '.join(files)} to {out}"
+    console.out.print(text, markup=False, highlight=False, soft_wrap=True)
