@@ -32,6 +32,7 @@ COMMANDS = (
     "depth",
     "eval",
     "lm_eval",
+    "sweep",
     "fit",
     "predict",
 )
