@@ -18,8 +18,8 @@ from parcae.scaling.laws import TRAINING, UNIFIED
 @pytest.mark.parametrize(
     ("model", "law", "draws"),
     [
-        ("parcae-140m", TRAINING, 24),
-        ("parcae-370m", TRAINING, 24),
+        ("parcae-140m", TRAINING, 20),
+        ("parcae-370m", TRAINING, 20),
         ("parcae-140m", UNIFIED, 10),
         ("parcae-370m", UNIFIED, 14),
     ],

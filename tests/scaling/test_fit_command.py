@@ -22,7 +22,19 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("laws")
     write_table(folder / "runs.csv", paper_table(("370m",)))
     assert (
-        main(["fit", str(folder / "runs.csv"), "--out", str(folder / "fit"), "--draws", "40"]) == 0
+        main(
+            [
+                "fit",
+                str(folder / "runs.csv"),
+                "--out",
+                str(folder / "fit"),
+                "--draws",
+                "40",
+                "--starts",
+                "80",
+            ]
+        )
+        == 0
     )
     return folder
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parcae.scaling.study import Step, Study
+    from parcae.scaling.table import Table
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     out = out or Path("out/fit")
-    with exclusive(out), _steps() as step:
+    with exclusive(out), _steps(table) as step:
         study = run_study(table, effort, step)
         write_fit(out / "fit.json", study.tree())
         pictures = [] if arguments.no_figures else _draw(study, out, step)
@@ -82,12 +83,17 @@ def _draw(study: Study, out: Path, step: Step) -> list[str]:
 
 
 @contextmanager
-def _steps() -> Iterator[Step]:
-    """What is being done, and since when; silent where nobody watches."""
+def _steps(table: Table) -> Iterator[Step]:
+    """A bar with what is being done; silent where nobody watches."""
     from parcae import console
+    from parcae.scaling.design import is_transformer
+    from parcae.scaling.study import STEPS
 
-    with console.err.status("reading") as status:
-        yield lambda text: status.update(text)
+    looped = [model for model in table.models if not is_transformer(model)]
+    with console.progress() as display:
+        task = display.add_task("reading", total=STEPS * len(looped) + 1)
+        display.advance(task, -1)  # a step is told when it begins
+        yield lambda text: display.update(task, description=text, advance=1)
 
 
 def _tell(study: Study, out: Path, pictures: list[str]) -> None:

@@ -67,7 +67,7 @@ def say(text: str) -> None:
 
 
 def states(runs: Sequence[PlannedRun], folder: SweepFolder) -> dict[str, str]:
-    """By run: done, diverged, failed, queued or running (in a job), running here, stopped, to do."""
+    """By run: done, diverged, failed; queued or running, in a job; running here, stopped, to do."""
     jobs, failures = folder.read_jobs(), folder.read_failures()
     outcomes = {run.name: outcome_of(folder.run(run.name)) for run in runs}
     asked = any(name in jobs and not outcomes[name].is_final for name in outcomes)

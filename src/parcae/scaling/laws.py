@@ -238,7 +238,7 @@ def _relative_loops(at: Points) -> np.ndarray:
     return at.test_loops / at.mean_loops
 
 
-COLUMN = {_log_params: "effective_params", _log_tokens: "tokens"}
+COLUMN: Mapping[Feature, str] = {_log_params: "effective_params", _log_tokens: "tokens"}
 """The column of the table a feature is made of; of all others, test_loops."""
 
 _FLOOR = (Decay("X", "x", _log_params, True), Decay("Y", "y", _log_tokens, True))

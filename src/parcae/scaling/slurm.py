@@ -106,7 +106,7 @@ def check_slurm() -> None:
 def submit(job: Job, config: SlurmConfig, folder: Path) -> str:
     """The number Slurm gives the job; submitit's own files go to `folder`."""
     import submitit
-    from submitit.core.utils import FailedJobError
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     executor = submitit.SlurmExecutor(folder=folder, max_num_timeout=config.jobs_at_limit)
     optional = {
@@ -129,7 +129,7 @@ def submit(job: Job, config: SlurmConfig, folder: Path) -> str:
     )
     try:
         return executor.submit(SlurmRun(job, max(1, config.gpus))).job_id
-    except (FailedJobError, subprocess.CalledProcessError) as error:
+    except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
         words = str(error).strip().splitlines()
         raise FileError(f"sbatch refused {job.name}: {words[-1] if words else error}") from None
 

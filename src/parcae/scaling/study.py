@@ -37,6 +37,8 @@ from parcae.scaling.table import Table
 
 Step = Callable[[str], None]
 """Told what comes next, for a display of progress."""
+STEPS = 5
+"""Of each model."""
 
 
 @dataclass(frozen=True)
