@@ -242,10 +242,13 @@ def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Poin
 
 
 def spell(value: Any) -> str:
-    """1e13, not 1e+13: it is part of a file's name."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{value:.10g}".replace("e+", "e")
-    return str(value)
+    """1.5e13, not 15000000000000.0 or 1.5e+13: it is part of a file's name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if abs(value) < 1e5:
+        return f"{value:.10g}"
+    digits, power = f"{value:.9e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def _check_clock(tree: Mapping[str, Any], grid: Grid) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from parcae.files import InUseError, exclusive
+from parcae.files import FileError, InUseError, exclusive
 from parcae.scaling.outcome import outcome_of
 from parcae.train.log import METRICS_FILE
 
@@ -36,7 +36,10 @@ def main(argv: Sequence[str]) -> None:
     _end_with(parent)
     # Slurm's warning of a time limit goes to every process of a job; the launcher deals with it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    wait_until_free(run)
+    try:
+        wait_until_free(run)
+    except FileError as error:
+        sys.exit(f"parcae: {error}")
     if outcome_of(run).is_final:
         return
     goes_on = (run / METRICS_FILE).exists()
