@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 from parcae.cli import main
 from parcae.files import exclusive
 from parcae.recipe import merge, write_toml
+from parcae.scaling.launch import LocalWorkers, environments
 from parcae.scaling.outcome import outcome_of, steps_behind
+from parcae.scaling.sweep_folder import SweepFolder
 from parcae.scaling.table import read_table
 from train import runs
 
@@ -86,12 +89,9 @@ def test_what_is_done_is_skipped(whole, recipe, capsys):
 
 
 def test_a_second_process_is_refused(whole, capsys):
-    code = "import sys; from parcae.cli import main; sys.exit(main(sys.argv[1:]))"
     with exclusive(whole):
-        again = [sys.executable, "-c", code, "sweep", str(whole)]
-        found = subprocess.run(again, capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "another process" in found.stderr
+        assert main(["sweep", str(whole)]) == 2
+    assert "another process" in capsys.readouterr().err
 
 
 def wait_for(what, process, seconds=90):
@@ -134,48 +134,55 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
         assert not Path(f"/proc/{process}").exists()
 
 
-def test_asked_to_stop_it_saves_all_runs(recipe, tmp_path):
-    out = tmp_path / "sweep"
-    sweep = begin(recipe, out)
-    first = out / "runs" / NAMES[0]
-    wait_for(lambda: steps_behind(first) > 3, sweep)
-    sweep.send_signal(signal.SIGTERM)
-    assert sweep.wait(timeout=60) == 130
-    assert outcome_of(first).stage in ("interrupted", "finished")
-    assert "stopped" in Path(f"{out}.log").read_text()
+class Told:
+    """Takes down what a launcher tells, and wants to stop once a run is on its way."""
+
+    def __init__(self, run):
+        self.run, self.lines = run, []
+
+    @property
+    def asked(self):
+        return steps_behind(self.run) > 3
+
+    def started(self, job, attempt):
+        self.lines.append(("started", job.name, attempt))
+
+    def ended(self, job, failure):
+        self.lines.append(("ended", job.name, failure))
+
+    def waiting(self):
+        pass
 
 
-def test_a_failing_run_is_isolated_and_can_be_retried(recipe, tmp_path, capsys):
+def test_asked_to_stop_its_runs_save(whole, tmp_path):
+    job = replace(SweepFolder(whole).job(NAMES[0]), run=tmp_path / "run", log=tmp_path / "log")
+    told = Told(job.run)
+    never = replace(job, name="never started")
+    LocalWorkers(1, environments(1)).run([job, never], told, told)
+    assert told.lines == [("started", job.name, 1), ("ended", job.name, None)]
+    assert outcome_of(job.run).stage == "interrupted"
+    assert list((job.run / "checkpoints").iterdir())
+
+
+def test_failing_runs_are_isolated_and_can_be_retried(recipe, tmp_path, capsys):
+    """One cannot write into its folder, one diverges, one is well."""
     out = tmp_path / "sweep"
-    tiny = ["sweep", str(recipe), "--budgets", "1e8", "--loops", "1,2", "--out", str(out), *SPEED]
-    bad, good = (f"looped-68.16k-mu{loops}-1e8-flops" for loops in (1, 2))
+    grid = ["--learning-rates", "8e-3,4e-3,1e30", "--budget.steps", "12", "--workers", "2"]
+    rest = ["--run.bad_steps_in_a_row", "2", "--out", str(out), *SPEED]
+    command = ["sweep", str(recipe), *grid, *rest]
+    good, bad = "looped-68.16k-mu3", "looped-68.16k-mu3-lr0.004"
     (out / "runs").mkdir(parents=True)
     (out / "runs" / bad).write_text("in the way")
-    assert main(tiny) == 1
+    assert main(command) == 1
     said = capsys.readouterr().out
-    assert f"failed    {bad}" in said
-    assert str(out / "logs" / f"{bad}.log") in said
-    assert "1 failed, 1 done." in said
+    assert f"failed    {bad}: {out / 'runs' / bad}: a file, not a folder." in said
+    assert f"See {out / 'logs' / bad}.log" in said
+    assert "1 done, 1 failed, 1 diverged." in said
     assert set(read_table(out / "runs.csv")["run"].tolist()) == {good}
 
-    assert main(tiny) == 1  # nothing is started: it would fail again
+    assert main(command) == 1  # nothing is started: it would fail again
     assert "started" not in capsys.readouterr().out
     (out / "runs" / bad).unlink()
-    assert main(["sweep", str(out), "--retry", *SPEED]) == 0
-    assert set(read_table(out / "runs.csv")["run"].tolist()) == {bad, good}
-
-
-def test_a_learning_rate_that_diverges_is_told(recipe, tmp_path, capsys):
-    out = tmp_path / "sweep"
-    grid = [
-        "--learning-rates",
-        "8e-3,1e30",
-        "--budget.steps",
-        "12",
-        "--run.bad_steps_in_a_row",
-        "2",
-    ]
-    assert main(["sweep", str(recipe), *grid, "--out", str(out), "--workers", "2", *SPEED]) == 1
-    assert "1 done, 1 diverged." in capsys.readouterr().out
-    table = read_table(out / "runs.csv")
-    assert set(table["learning_rate"].tolist()) == {8e-3}
+    assert main(["sweep", str(out), "--retry", *SPEED]) == 1
+    assert "2 done, 1 diverged." in capsys.readouterr().out
+    assert set(read_table(out / "runs.csv")["learning_rate"].tolist()) == {8e-3, 4e-3}
