@@ -33,7 +33,7 @@ def slurm(tmp_path_factory):
 
 def write_recipe(folder):
     source = {"data": {"sources": [str(runs.write_text(folder))]}}
-    quiet = {"run": {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 50}}
+    quiet = {"run": {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 10}}
     path = folder / "mine.toml"
     path.write_text(write_toml(merge(merge(runs.TREE, source), quiet)))
     return path
@@ -58,8 +58,17 @@ def wait_for(what, folder, seconds=240):
 
 def test_queued_killed_requeued_and_collected(slurm, tmp_path):
     out, recipe = tmp_path / "sweep", write_recipe(tmp_path)
-    grid = ("--tokens", "40e3", "--loops", "1,2,4", "--out", out)
-    wanted = ("--slurm.partition", "main", "--slurm.cpus", "1", "--slurm.minutes", "60")
+    grid = ("--tokens", "12.8e3", "--loops", "1,2,4", "--out", out)
+    wanted = (
+        "--slurm.partition",
+        "main",
+        "--slurm.cpus",
+        "1",
+        "--slurm.minutes",
+        "60",
+        "--slurm.memory",
+        "400M",
+    )
     sent = parcae(slurm, "sweep", recipe, *grid, "--slurm", *wanted)
     assert sent.returncode == 0, sent.stderr
     jobs = json.loads((out / "jobs.json").read_text())
@@ -67,7 +76,7 @@ def test_queued_killed_requeued_and_collected(slurm, tmp_path):
 
     name = next(iter(jobs))
     run = out / "runs" / name
-    wait_for(lambda: steps_behind(run) > 60, out)
+    wait_for(lambda: steps_behind(run) > 20, out)
     first = int((run / ".lock").read_text())
     assert control(slurm, "requeue", jobs[name]).returncode == 0  # kills its processes
     wait_for(lambda: not Path(f"/proc/{first}").exists(), out)
@@ -89,4 +98,4 @@ def test_queued_killed_requeued_and_collected(slurm, tmp_path):
     assert "Resumed at step" in (out / "logs" / f"{name}.log").read_text()
     table = read_table(out / "runs.csv")
     assert set(table["run"].tolist()) == set(jobs)
-    assert set(table["tokens"].tolist()) == {40e3}
+    assert set(table["tokens"].tolist()) == {12.8e3}

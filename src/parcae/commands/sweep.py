@@ -180,7 +180,7 @@ def _work(
     arguments: argparse.Namespace, runs: tuple[PlannedRun, ...], folder: SweepFolder, workers: int
 ) -> bool:
     """Whether it was asked to stop."""
-    from parcae.commands.sweeping import say, show_plan, to_do
+    from parcae.commands.sweeping import prepare, show_plan, to_do
     from parcae.scaling.launch import LocalWorkers, environments, visible_devices
     from parcae.scaling.watch import Watch
     from parcae.train.stop import StopSignals
@@ -190,7 +190,7 @@ def _work(
         return False
     guess = _estimate(arguments, tuple(waiting), folder, workers)
     show_plan(runs, folder, guess, workers)
-    folder.prepare(runs, say)
+    prepare(runs, folder)
     weights = guess.seconds or {run.name: run.flops for run in waiting}
     watch = Watch(folder, runs, waiting, weights, guess.wall(waiting, workers))
     pool = LocalWorkers(workers, environments(workers, visible_devices()))
@@ -205,12 +205,12 @@ def _send(
     folder: SweepFolder,
     config: SlurmConfig,
 ) -> bool:
-    from parcae.commands.sweeping import say, to_do
+    from parcae.commands.sweeping import prepare, say, to_do
     from parcae.scaling.slurm import submit
 
     waiting = to_do(runs, folder, arguments.retry)
     if waiting:
-        folder.prepare(runs, say)
+        prepare(runs, folder)
     for run in waiting:
         number = submit(folder.job(run.name), config, folder.path / "slurm")
         folder.begin(run.name, job=number)

@@ -14,7 +14,7 @@ from parcae.scaling.eta import Estimate
 from parcae.scaling.outcome import outcome_of
 from parcae.scaling.slurm import job_states
 from parcae.scaling.sweep import PlannedRun
-from parcae.scaling.sweep_folder import TABLE_FILE, SweepFolder
+from parcae.scaling.sweep_folder import TABLE_FILE, SweepFolder, training_tokens
 from parcae.train.display import clock
 
 STARTABLE = ("to do", "stopped", "running here")
@@ -91,6 +91,17 @@ def to_do(runs: Sequence[PlannedRun], folder: SweepFolder, retry: bool) -> list[
     now = states(runs, folder)
     wanted = (*STARTABLE, "failed") if retry else STARTABLE
     return [run for run in runs if now[run.name] in wanted]
+
+
+def prepare(runs: Sequence[PlannedRun], folder: SweepFolder) -> None:
+    """The data of all runs; a person should know when they read some of it again."""
+    there = training_tokens(folder.prepare(runs, say))
+    longest = max(runs, key=lambda run: run.tokens)
+    if longest.tokens > there:
+        say(
+            f"The sources hold {console.short(there)} tokens: {longest.name} reads them "
+            f"{longest.tokens / there:.2g} times."
+        )
 
 
 def show_plan(
