@@ -33,6 +33,7 @@ COMMANDS = (
     "eval",
     "compare",
     "lm_eval",
+    "sweep",
     "fit",
     "predict",
 )

@@ -22,6 +22,10 @@ class WriteError(FileError):
     """The disk or the folder did not take what was written; the work itself is not at fault."""
 
 
+class InUseError(FileError):
+    """Another process holds the folder."""
+
+
 @contextlib.contextmanager
 def writing(path: str | Path, remedy: str = "") -> Iterator[None]:
     """What the system says against writing, as an error that names the file."""
@@ -134,7 +138,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _read_owner(stream)
-            raise FileError(
+            raise InUseError(
                 f"{folder}: another process{owner} is using it. Wait for it, or use another folder."
             ) from None
         with writing(folder, remedy):
@@ -142,6 +146,15 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             stream.write(str(os.getpid()))
             stream.flush()
         yield
+
+
+def is_in_use(folder: str | Path) -> bool:
+    """Whether another process holds it right now."""
+    try:
+        with exclusive(folder):
+            return False
+    except InUseError:
+        return True
 
 
 def _read_owner(stream: IO[str]) -> str:

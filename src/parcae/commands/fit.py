@@ -20,9 +20,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         epilog="The table has the columns model, mean_loops, tokens, flops, effective_params, "
         "test_loops, loss; others are kept. docs/scaling-laws.md says more.",
     )
-    parser.add_argument("table", metavar="TABLE", type=Path, help=".csv or .parquet")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/fit"), metavar="FOLDER", help="(%(default)s)"
+        "table", metavar="TABLE", type=Path, help=".csv or .parquet, or a sweep's folder"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="(out/fit; of a sweep, fit in its folder)"
     )
     parser.add_argument(
         "--starts", type=int, default=500, metavar="N", help="random starts (%(default)s)"
@@ -49,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     require(arguments.starts >= 1, "--starts", f"{arguments.starts}: too few", "Use at least 1.")
     drawn = arguments.draws == 0 or arguments.draws >= 20
     require(drawn, "--draws", f"{arguments.draws}: too few for intervals", "Use 20 or more, or 0.")
-    table = read_table(arguments.table)
+    source, out = arguments.table, arguments.out
+    if source.is_dir():
+        source, out = source / "runs.csv", out or source / "fit"
+    table = read_table(source)
     effort = Effort(
         starts=arguments.starts,
         unified_starts=2 * arguments.starts,
@@ -57,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         halving=not arguments.all_starts,
         seed=arguments.seed,
     )
-    out = arguments.out
+    out = out or Path("out/fit")
     with exclusive(out), _steps(table) as step:
         study = run_study(table, effort, step)
         write_fit(out / "fit.json", study.tree())

@@ -45,7 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae.train.plan import plan  # after the recipe, whose errors need not wait for it
 
-    found = plan(recipe, arguments.devices, arguments.utilisation, _speed(arguments.device_flops))
+    found = plan(
+        recipe, arguments.devices, arguments.utilisation, device_speed(arguments.device_flops)
+    )
     if arguments.json:
         print(json.dumps(found.plain(), indent=2))
         return 0
@@ -54,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _speed(text: str | None) -> str | float | None:
+def device_speed(text: str | None) -> str | float | None:
+    """A number of FLOP/s, or a device's name."""
     try:
         return None if text is None else float(text)
     except ValueError:

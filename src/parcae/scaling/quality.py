@@ -57,7 +57,10 @@ def condition(found: Fit) -> float:
     theta = problem.bound.from_plain(found.law.coordinates(found.values))[list(problem.free)]
     hessian = problem.curvature(theta)[:, :, 0]
     size = np.sqrt(np.maximum(np.diag(hessian), 1e-300))
-    return float(min(np.linalg.cond(hessian / np.outer(size, size)), 1e300))
+    scaled = hessian / np.outer(size, size)
+    if not np.isfinite(scaled).all():  # a term that explains nothing at all
+        return 1e300
+    return float(min(np.linalg.cond(scaled), 1e300))
 
 
 def leave_one_budget_out(

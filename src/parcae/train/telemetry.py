@@ -72,7 +72,8 @@ def activations(model: LoopedModel, tokens: Tensor, depth: int) -> dict[str, Any
             first_loop_norms = seen
         state_norms.append(seen[-1])
         residuals.append(norm(h - before))
-    readout = model.coda.readout
+    readout, size = model.coda.readout, norm(h)
+    expansion = None if readout is None or size == 0 else norm(readout(h)) / size
     return {
         "prelude_norms": prelude_norms,
         "first_loop_norms": first_loop_norms,
@@ -80,7 +81,7 @@ def activations(model: LoopedModel, tokens: Tensor, depth: int) -> dict[str, Any
         "residuals": residuals,
         "state_norm": state_norms[-1],
         "residual": residuals[-1],
-        "readout_expansion": None if readout is None else norm(readout(h)) / norm(h),
+        "readout_expansion": expansion,
     }
 
 
