@@ -21,6 +21,7 @@ from parcae.evaluate.scoring import read_predictions
 from parcae.evaluate.tasks import tasks_named
 from parcae.evaluate.texts import read_wikitext
 from parcae.files import FileError
+from parcae.infer.network import Network
 from parcae.infer.sampling import BrokenLogits
 from parcae.model.store import load, save
 
@@ -67,6 +68,37 @@ def test_a_diverged_model_is_told_with_its_depth(checkpoint, task_folder, tmp_pa
     words = ["eval", str(tmp_path / "model"), "--suite", "lambada", "--loops", "2,3"]
     assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 2
     assert "at 2 loops, logits: not a number" in capsys.readouterr().err
+
+
+def test_a_depth_at_which_a_model_diverges_is_lost_alone(
+    checkpoint, task_folder, tmp_path, monkeypatch, capsys
+):
+    def evaluate(loops: str, out: Path) -> dict:
+        words = ["eval", str(checkpoint), "--suite", "core,zero-shot,lambada", "--limit", "3"]
+        words += ["--eval-data", str(task_folder), "--loops", loops, "--out", str(out)]
+        assert cli.main(words) == 0
+        return json.loads((out / "result.json").read_text())["suites"]
+
+    sound = evaluate("2", tmp_path / "sound")
+    loop = Network.loop
+
+    def overflows(network, h, drive, work, cache, loops):
+        return loop(network, h, drive, work, cache, loops) * (torch.inf if 3 in loops else 1)
+
+    monkeypatch.setattr(Network, "loop", overflows)
+    capsys.readouterr()
+    found = evaluate("2,3", tmp_path / "lost")
+    assert "T=3 (diverged)" in capsys.readouterr().out
+    for suite, expected in sound.items():
+        assert found[suite]["by_loops"]["2"] == expected["by_loops"]["2"]
+        assert found[suite]["by_loops"]["3"] is None
+        for task, held in found[suite].get("tasks", {}).items():
+            if held is not None:
+                assert held["by_loops"] == {**expected["tasks"][task]["by_loops"], "3": None}
+    both = ["compare", str(tmp_path / "sound"), str(tmp_path / "lost")]
+    assert cli.main([*both, "--loops", "2,2"]) == 0
+    assert cli.main([*both, "--loops", "2,3"]) == 2
+    assert "no predictions to compare" in capsys.readouterr().err
 
 
 def test_a_token_that_cannot_be_said_is_told():

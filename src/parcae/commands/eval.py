@@ -98,6 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         context=arguments.context,
         device=arguments.device,
     )
+    if loops is not None and not scorer.is_looped:
+        console.err.print("The model has no loop: --loops changes nothing.", highlight=False)
     out = arguments.out or _default_folder(arguments.checkpoint)
     start = time.monotonic()
     with exclusive(out):
@@ -218,6 +220,8 @@ def _notes(result: dict[str, Any]) -> None:
     notes = []
     if any(task and task.get("stand_in") for task in tasks):
         notes.append("* a part or a reconstruction of the task's data; result.json names the file.")
+    if lost := [t for t in map(str, result["loops"]) if _is_lost(result, t)]:
+        notes.append(f"Without predictions, so without a score: T={', '.join(lost)} (diverged).")
     if result["limit"] is not None:
         notes.append(f"Limited to {result['limit']} items of each task.")
     missing = sorted({one for s in result["suites"].values() for one in s.get("missing", ())})
@@ -225,6 +229,14 @@ def _notes(result: dict[str, Any]) -> None:
         notes.append(f"Missing, and not part of any mean: {', '.join(missing)}.")
     for note in notes:
         console.out.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_lost(result: dict[str, Any], loops: str) -> bool:
+    """Whether something was measured, but not at this depth."""
+    suites = result["suites"].values()
+    tasks = [task for suite in suites for task in suite.get("tasks", {}).values() if task]
+    measured = [*tasks, *(suite for suite in suites if "file" in suite)]
+    return any(one["by_loops"][loops] is None for one in measured)
 
 
 def _check_data(arguments: argparse.Namespace, names: list[str]) -> None:

@@ -90,9 +90,7 @@ def only_in_one(a: Evaluation, b: Evaluation) -> dict[str, dict[str, int]]:
 def _answers(pairs: Mapping[Key, Pair], place_a: int, place_b: int) -> dict[str, Any]:
     questions: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for key, (one, other) in pairs.items():
-        assert one.credit is not None
-        assert other.credit is not None
-        credits = one.credit[place_a], other.credit[place_b]
+        credits = _at(one.credit, place_a), _at(other.credit, place_b)
         questions[key.data, key.number].append(credits)
     of_a, of_b = (
         [mean([seed[side] for seed in seeds]) for seeds in questions.values()] for side in (0, 1)
@@ -121,11 +119,9 @@ def _texts(pairs: Sequence[Pair], place_a: int, place_b: int) -> dict[str, Any]:
     of_documents = pairs[0][0].bytes is not None
     sizes, of_a, of_b = [], [], []
     for one, other in pairs:
-        assert one.nats is not None
-        assert other.nats is not None
         sizes.append(one.bytes or 1)
-        of_a.append(one.nats[place_a])
-        of_b.append(other.nats[place_b])
+        of_a.append(_at(one.nats, place_a))
+        of_b.append(_at(other.nats, place_b))
     whole = sum(sizes)
     difference, error = ratio([q - p for p, q in zip(of_a, of_b, strict=True)], sizes)
     return {
@@ -135,6 +131,15 @@ def _texts(pairs: Sequence[Pair], place_a: int, place_b: int) -> dict[str, Any]:
         "difference": difference,
         "standard_error": error,
     }
+
+
+def _at(by_depth: Sequence[float | None] | None, place: int) -> float:
+    value = by_depth and by_depth[place]
+    if value is None:
+        raise ConfigError(
+            "loops: at this depth a model had no predictions to compare. Choose fewer by --loops."
+        )
+    return value
 
 
 def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:

@@ -33,9 +33,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    credit: list[float] | None = None
-    """How right the answer is, at each depth; like `nats` None where it is not measured."""
-    nats: list[float] | None = None
+    credit: list[float | None] | None = None
+    """How right the answer is, at each depth, and None at one that is lost; like `nats` None where
+    it is not measured."""
+    nats: list[float | None] | None = None
     bytes: int | None = None
     """Of a document."""
 
@@ -97,7 +98,7 @@ def _items(
     for record in records:
         key = Key(record["data"], record["seed"], record["index"])
         if "greedy" in record:
-            credit = [float(right) for right in record["greedy"]]
+            credit = [None if right is None else float(right) for right in record["greedy"]]
             yield key, Item(_whole(credit, depths), _whole(record["nats"], depths))
         else:
             yield key, Item(_whole(record["credit"], depths))
@@ -117,11 +118,12 @@ def _documents(
         begins = parts[0]["bytes"] > 0
         ends = (data, after) in at or (data, after) == finished
         if begins and ends and after - first == len(parts):
-            nats = [fsum(column) for column in zip(*(part["nats"] for part in parts), strict=True)]
+            columns = zip(*(part["nats"] for part in parts), strict=True)
+            nats = [None if None in column else fsum(column) for column in columns]
             yield Key(data, None, document), Item(None, _whole(nats, depths), parts[0]["bytes"])
 
 
-def _whole(values: list[float], depths: int) -> list[float]:
+def _whole(values: list[float | None], depths: int) -> list[float | None]:
     if len(values) != depths:
         raise ValueError
     return values

@@ -4,7 +4,9 @@
     record = job.record(index, prompt, answers)        what is kept of it, as JSON
     job.summarise(records, place)                      the numbers at one depth
 
-`place` is that of the depth among those the scorer reads.
+`place` is that of the depth among those the scorer reads; lists in a record go by depth. Where a
+model had no predictions at a depth, the record has null and is marked (`lost`), and the summary is
+None.
 """
 
 from __future__ import annotations
@@ -71,6 +73,26 @@ class Job(Protocol):
     def record(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record: ...
 
     def summarise(self, records: Sequence[Record], place: int) -> dict[str, Any]: ...
+
+
+def keep(job: Job, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record:
+    record = job.record(index, prompt, answers)
+    lost = sorted({place for answer in answers for place in answer.lost()})
+    if not lost:
+        return record
+    return {key: _without(value, lost) for key, value in record.items()} | {"lost": lost}
+
+
+def _without(value: Any, lost: Sequence[int]) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [None if place in lost else one for place, one in enumerate(value)]
+
+
+def summary(job: Job, records: Sequence[Record], place: int) -> dict[str, Any] | None:
+    if any(place in record.get("lost", ()) for record in records):
+        return None
+    return job.summarise(records, place)
 
 
 def sums(answer: Answer) -> list[float]:

@@ -96,10 +96,15 @@ class LoopedScorer:
         return readings
 
     def _read(self, x: Tensor, targets: Tensor, loops: int) -> tuple[Tensor, Tensor]:
+        """Some models diverge when they loop on: then a depth is lost, but not those before it."""
         try:
             return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
         except BrokenLogits as error:
-            raise BrokenLogits(f"at {loops} loops, {error}") from None
+            if loops == self.depths[0]:
+                raise BrokenLogits(f"at {loops} loops, {error}") from None
+        return torch.full(targets.shape, torch.nan, dtype=torch.float64), torch.full_like(
+            targets, -1, device="cpu"
+        )
 
     def _initial_state(self, sheet: Sheet, drive: Tensor, seeds: Sequence[int] | None) -> Tensor:
         """Where it is drawn, a prompt's seed and a position decide: alternatives start alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from parcae.evaluate.job import Job
+from parcae.evaluate.job import Job, keep
 from parcae.evaluate.samples import Samples
 from parcae.evaluate.scoring import Scorer, batches
 
@@ -31,7 +31,7 @@ def run(job: Job, scorer: Scorer, samples: Samples, report: Report) -> None:
             if not all(samples.has(job, index) for index in chosen):
                 answers = scorer.score([prompts[place] for place in places], _seeds(job, chosen))
                 found = zip(chosen, places, answers, strict=True)
-                samples.add(job, {index: job.record(index, prompts[p], a) for index, p, a in found})
+                samples.add(job, {index: keep(job, index, prompts[p], a) for index, p, a in found})
             report(job, len(places))
 
 

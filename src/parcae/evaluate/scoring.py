@@ -30,7 +30,7 @@ class Answer:
     """One alternative's span, at every depth."""
 
     nats: Tensor
-    """Of each token of the span [depths, span], float64."""
+    """Of each token of the span [depths, span], float64; NaN at a depth that is lost."""
     likeliest: Tensor
     """What the model would have said in its place, alike."""
     expected: Tensor
@@ -39,6 +39,10 @@ class Answer:
     def is_greedy(self) -> list[bool]:
         """At each depth: is every token of the span the likeliest?"""
         return (self.likeliest == self.expected).all(1).tolist()
+
+    def lost(self) -> list[int]:
+        """Places of the depths at which the model had no prediction."""
+        return self.nats.isnan().any(1).nonzero().flatten().tolist()
 
 
 class Scorer(Protocol):

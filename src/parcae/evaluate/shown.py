@@ -53,7 +53,7 @@ def _context_table(name: str, suite: Tree, result: Tree, published: Mapping[str,
             continue
         kind = f"{SHORT_KINDS[found['type']]}, {found['shots']}"
         at = found["by_loops"]
-        ours = [_percent(at[t]["centred"]) for t in loops]
+        ours = [_percent(at[t] and at[t]["centred"]) for t in loops]
         rows.append((_marked(task, found), kind, _scored(found), *ours, *theirs))
     whole = [_with_deviation(suite["by_loops"][t]) for t in loops]
     theirs = [
@@ -72,7 +72,8 @@ def _zero_shot_table(suite: Tree, result: Tree) -> Table:
         if found is None:
             rows.append((task, "missing", "", *[""] * len(loops)))
             continue
-        accuracy = [_percent(found["by_loops"][t]["accuracy"]) for t in loops]
+        at = found["by_loops"]
+        accuracy = [_percent(at[t] and at[t]["accuracy"]) for t in loops]
         where = f"{Path(found['file']).name} ({found['split']})"
         rows.append((task, where, found["scored"], *accuracy))
     whole = [_percent(at and at["score"]) for at in suite["by_loops"].values()]
@@ -90,7 +91,7 @@ def _text_table(name: str, suite: Tree, result: Tree) -> Table:
         if any(found and measure in found for found in at.values())
     ]
     place = f": {Path(suite['file']).name}" if "file" in suite else ""
-    title = f"{TITLES[name]}{place}" if rows else f"{TITLES[name]}: its data is missing"
+    title = f"{TITLES[name]}{place}" if place or rows else f"{TITLES[name]}: its data is missing"
     return console.table(title, ("", *_headings(loops, result)), rows)
 
 

@@ -5,7 +5,8 @@
     lambada                 accuracy and perplexity of the last word
     wikitext                perplexity of whole articles, by word and by byte
 
-A task whose data is not there stays in the result as null, and a mean says over how many it is.
+A task whose data is not there stays in the result as null, and a mean says over how many it is. A
+depth at which the model has no predictions is null, too, and so is every mean over it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 from parcae.config import ConfigError
 from parcae.evaluate.icl import InContext, Questions
-from parcae.evaluate.job import DataFile, Job, Record, mean
+from parcae.evaluate.job import DataFile, Job, Record, mean, summary
 from parcae.evaluate.prompts import SEEDS
 from parcae.evaluate.rolling import Passages, RunningText
 from parcae.evaluate.samples import Samples
@@ -83,11 +84,11 @@ class ContextSuite:
         }
 
     def _score(self, tasks: Sequence[_Task], place: int) -> dict[str, Any] | None:
-        """The mean over tasks, of each seed and of all."""
-        if not tasks:
+        """The mean over tasks, of each seed and of all; None where a task has none."""
+        rows = [row for task in tasks if (row := task.centred(place)) is not None]
+        if not rows or len(rows) < len(tasks):
             return None
-        seeds = range(len(self.choices.seeds))
-        scores = [mean([task.centred[seed][place] for task in tasks]) for seed in seeds]
+        scores = [mean(column) for column in zip(*rows, strict=True)]
         return {
             "score": mean(scores),
             "deviation": _deviation(scores),
@@ -110,15 +111,13 @@ class _Task:
         self.task, self.jobs, self.depths, self.choices = task, jobs, depths, choices
         found = [self._read(job, samples) for job in jobs]
         by_seed = [found[min(place, len(found) - 1)] for place in range(len(choices.seeds))]
-        self.accuracy = [[one["accuracy"] for one in row] for row in by_seed]
-        """[seed][depth], like the next."""
-        self.centred = [[task.centred(a, choices.baselines) for a in row] for row in self.accuracy]
-        self.errors = [one["standard_error"] for one in found[0]]
+        self.at = [_at_every_seed(column) for column in zip(*by_seed, strict=True)]
+        """Summaries [depth][seed]; None at a depth that is lost."""
 
-    def _read(self, job: InContext, samples: Samples) -> list[dict[str, Any]]:
+    def _read(self, job: InContext, samples: Samples) -> list[dict[str, Any] | None]:
         records = samples.of(job)
         self.extent = _measured_on(job, records)
-        return [job.summarise(records, place) for place in range(len(self.depths))]
+        return [summary(job, records, place) for place in range(len(self.depths))]
 
     def result(self) -> dict[str, Any]:
         questions = self.jobs[0].questions
@@ -133,14 +132,29 @@ class _Task:
             "by_loops": {str(depth): self._at(place) for place, depth in enumerate(self.depths)},
         }
 
-    def _at(self, place: int) -> dict[str, Any]:
-        accuracies = [row[place] for row in self.accuracy]
+    def centred(self, place: int) -> list[float] | None:
+        """At every seed."""
+        found = self.at[place]
+        if found is None:
+            return None
+        return [self.task.centred(one["accuracy"], self.choices.baselines) for one in found]
+
+    def _at(self, place: int) -> dict[str, Any] | None:
+        found, centred = self.at[place], self.centred(place)
+        if found is None or centred is None:
+            return None
+        accuracies = [one["accuracy"] for one in found]
         return {
             "accuracy": mean(accuracies),
             "deviation": _deviation(accuracies),
-            "standard_error": self.errors[place],
-            "centred": mean([row[place] for row in self.centred]),
+            "standard_error": found[0]["standard_error"],
+            "centred": mean(centred),
         }
+
+
+def _at_every_seed(found: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]] | None:
+    held = [one for one in found if one is not None]
+    return held if len(held) == len(found) else None
 
 
 class ZeroShotSuite:
@@ -159,14 +173,15 @@ class ZeroShotSuite:
         here = [task for task in tasks.values() if task is not None]
         return {
             **_extent(tasks),
-            "by_loops": {
-                depth: {"score": mean([task["by_loops"][depth]["accuracy"] for task in here])}
-                if here
-                else None
-                for depth in map(str, depths)
-            },
+            "by_loops": {depth: self._score(here, depth) for depth in map(str, depths)},
             "tasks": tasks,
         }
+
+    def _score(self, tasks: Sequence[dict[str, Any]], depth: str) -> dict[str, Any] | None:
+        rows = [at for task in tasks if (at := task["by_loops"][depth]) is not None]
+        if not rows or len(rows) < len(tasks):
+            return None
+        return {"score": mean([at["accuracy"] for at in rows])}
 
 
 class TextSuite:
@@ -229,7 +244,7 @@ def _plain_result(job: Job, samples: Samples, depths: Sequence[int]) -> dict[str
     return {
         **_measured_on(job, records),
         "by_loops": {
-            str(depth): job.summarise(records, place) for place, depth in enumerate(depths)
+            str(depth): summary(job, records, place) for place, depth in enumerate(depths)
         },
     }
 
