@@ -209,3 +209,24 @@ def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monke
         right += logs.index(max(logs)) == doc["gold"]
     assert told["local_copa"]["acc,none"] == pytest.approx(right / 12)
     assert math.isfinite(told["local_text"]["word_perplexity,none"])
+    assert _from_python(path, tmp_path) == told["local_copa"]["acc,none"]
+
+
+def _from_python(path: str, tasks: Path) -> float:
+    """The harness checks its own models alike: by name, and as an object, they score the same."""
+    import lm_eval
+    from lm_eval.api.registry import get_model
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(tasks))
+    model_args = f"path={path},loops=2"
+    by_name = lm_eval.simple_evaluate(
+        model="parcae", model_args=model_args, tasks=["local_copa"], task_manager=manager
+    )
+    model = get_model("parcae").create_from_arg_string(model_args, {"batch_size": None})
+    as_object = lm_eval.evaluate(model, manager.load(["local_copa"]))
+    assert by_name is not None
+    assert as_object is not None
+    first, second = (found["results"]["local_copa"]["acc,none"] for found in (by_name, as_object))
+    assert first == second
+    return first
