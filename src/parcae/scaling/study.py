@@ -179,6 +179,8 @@ def _unified(study: ModelStudy, effort: Effort) -> None:
             f"{design.model}: the grid was measured at fewer than three test_loops, so the decay "
             "with T cannot be told. Measure its runs at more."
         )
+    if "training" not in study.laws:
+        raise FitError(study.not_fitted["training"])
     training = study.laws["training"].values
     search = effort.search(effort.unified_starts)
     unseen = design.curves(design.held_out(), 2)
@@ -229,8 +231,10 @@ def _parabolas(study: ModelStudy, effort: Effort) -> None:
     design = study.design
     rows = design.training()
     points, budget = design.points.take(rows), design.budget[rows]
+    study.warnings += design.mixed_settings()
     for name, where in (("loops", points.mean_loops), ("tokens", points.tokens)):
         with study.trying(f"parabolas in {name}"):
+            design.check_losses()
             found = parabola.fit_parabolas(where, points.loss, budget)
             study.parabolas[name] = found
             if name == "loops":
