@@ -149,7 +149,7 @@ def test_curves_that_do_not_move_or_rise_are_told():
     said = " ".join(study_of(rows).warnings)
     assert "mean_loops 2" in said
     assert "does not change with T and is left out" in said
-    assert "ends above where it began: loops harm this model" in said
+    assert "end above where they began: more loops harm these models" in said
 
 
 def test_equal_losses_never_reach_a_fit():
