@@ -94,7 +94,7 @@ def test_a_second_process_is_refused(whole, capsys):
     assert "another process" in capsys.readouterr().err
 
 
-def wait_for(what, process, seconds=90):
+def wait_for(what, process, seconds=300):
     end = time.monotonic() + seconds
     while not what():
         assert process.poll() is None, "it ended too early"
@@ -118,12 +118,14 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
     out = tmp_path / "sweep"
     sweep = begin(recipe, out)
     first, second = (out / "runs" / name for name in NAMES)
-    wait_for(lambda: steps_behind(first) > 45, sweep)
-    os.kill(owner(first), signal.SIGKILL)
-    wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
-    running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
-    sweep.kill()
-    sweep.wait()
+    try:
+        wait_for(lambda: steps_behind(first) > 45, sweep)
+        os.kill(owner(first), signal.SIGKILL)
+        wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
+        running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
+    finally:  # also when the waiting was in vain
+        sweep.kill()
+        sweep.wait()
     assert running
     assert not outcome_of(second).is_final or not outcome_of(first).is_final
     assert main(["sweep", str(out), "--workers", "2", *SPEED]) == 0
