@@ -149,9 +149,61 @@ def test_curves_that_do_not_move_or_rise_are_told():
     said = " ".join(study_of(rows).warnings)
     assert "mean_loops 2" in said
     assert "does not change with T and is left out" in said
-    assert "ends above where it began: loops harm this model" in said
+    assert "end above where they began: more loops harm these models" in said
 
 
 def test_equal_losses_never_reach_a_fit():
     with pytest.raises(TableError, match="all 12 losses are 3"):
         table_from_rows([{**r, "loss": 3.0} for r in rows_of()])
+
+
+def test_losses_that_never_change_are_no_law():
+    """Also where those at other T do, or those of another model."""
+    deep = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
+    flat = [{**r, "loss": 3.0} if r["test_loops"] == r["mean_loops"] else r for r in deep]
+    study = study_of(flat)
+    assert "all 12 losses at test_loops = mean_loops are 3" in study.not_fitted["training"]
+    assert {"parabolas in loops", "parabolas in tokens", "unified"} <= set(study.not_fitted)
+    assert not study.laws
+    assert not study.parabolas
+
+
+def test_what_the_training_law_lacks_the_unified_one_lacks_too():
+    """Four runs at five T: enough losses, too few runs."""
+    rows = list(rows_of((1e18, 2e18), (2, 4), test_loops=(1, 2, 4, 6, 8)))
+    study = study_of(rows)
+    assert "4 points cannot fix 5 parameters" in study.not_fitted["training"]
+    assert study.not_fitted["unified"] == study.not_fitted["training"]
+    assert study.forms
+
+
+def test_a_budget_without_a_loss_at_its_own_loops_is_passed_over():
+    rows = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
+    kept = [r for r in rows if r["flops"] > 1e18 or r["test_loops"] != r["mean_loops"]]
+    study = study_of(kept)
+    assert "have no loss measured at test_loops = mean_loops" in study.not_fitted["training"]
+    assert [one.budget for one in study.fixed_depth] == [2e18, 4e18]
+
+
+def test_a_grid_of_learning_rates_is_not_taken_for_repeats():
+    rows = [
+        {**one, "run": f"{place}-{rate}", "learning_rate": rate, "loss": one["loss"] * (1 + rate)}
+        for rate in (0.0, 0.02)
+        for place, one in enumerate(rows_of())
+    ]
+    assert "same loops and FLOPs differ in learning_rate" in study_of(rows).warnings[0]
+    roles = [{**one, "role": "held-out" if one["learning_rate"] else "fit"} for one in rows]
+    assert not any("differ in" in said for said in study_of(roles).warnings)
+    seeds = [{**one, "seed": seed} for seed in (0, 1) for one in rows_of()]
+    assert not any("differ in" in said for said in study_of(seeds).warnings)
+
+
+def test_a_transformer_without_its_loss_closes_no_gap():
+    rows = list(rows_of())
+    baseline = {**rows[0], "mean_loops": 1, "test_loops": 1}
+    rows += [
+        {**baseline, "model": "transformer-m"},
+        {**baseline, "model": "transformer-l", "test_loops": 5, "effective_params": 9e8},
+    ]
+    effort = Effort(starts=40, unified_starts=40, draws=0)
+    assert run_study(table_from_rows(rows), effort).gaps == []

@@ -10,10 +10,14 @@ import pytest
 
 from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
-from parcae.scaling import plots
+from parcae.scaling import axis_ticks, plots
+from parcae.scaling.page import write_page
 from parcae.scaling.study import Effort, run_study
-from parcae.scaling.table import write_table
+from parcae.scaling.summary import markdown
+from parcae.scaling.table import table_from_rows, write_table
 
+HOSTILE = "a|b $x_$ [red]c[/red] <img src=x onerror=alert(1)></script>"
+"""As a model's name: no cell, no formula, no markup and no tag may come of it."""
 FIGURES = ("isoloss", "isoflop", "frontier", "test-time", "unified", "power-laws", "saturation")
 
 
@@ -116,6 +120,7 @@ def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, mess
     [
         (["--draws", "3"], "too few for intervals"),
         (["--starts", "0"], "Use at least 1"),
+        (["--seed", "-1"], "--seed: -1 is negative"),
     ],
 )
 def test_settings_that_cannot_work(folder, capsys, words, message):
@@ -140,9 +145,27 @@ def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):
         }
         for place in np.flatnonzero((table["role"] == "fit") & (table["mean_loops"] > 1))
     ]
-    from parcae.scaling.table import table_from_rows
-
+    for one in rows:
+        one["model"] = HOSTILE
     study = run_study(table_from_rows(rows), Effort(starts=40, unified_starts=40, draws=0))
     drawn = plots.draw_all(study, tmp_path)
+    text = markdown(study)
+    assert "<img" not in text
+    assert "a\\|b" in text
+    assert HOSTILE not in write_page(study, tmp_path / "laws.html").read_text()
     assert set(drawn) == {f"{n}.png" for n in FIGURES if n not in ("unified", "saturation")}
     assert study.gaps == []
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(640, "640"), (14_300, "14.3 k"), (2.5e6, "2.5 M"), (1.12e10, "11.2 B")]
+)
+def test_tokens_of_any_scale_are_said_in_their_unit(value, words):
+    assert axis_ticks.short(value) == words
+
+
+def test_ticks_are_few_and_within():
+    for low, high in ((1.3e4, 9e4), (1e9, 3e11), (1.0, 1.15), (2.0, 11.0)):
+        ticks = axis_ticks.round_numbers(low, high)
+        assert 1 <= len(ticks) <= 7
+        assert low <= min(ticks) <= max(ticks) <= high

@@ -116,6 +116,31 @@ def test_the_cost_of_a_loss_is_the_inverse_of_the_frontier(model):
         predict.flops_needed(model, 2.0)
 
 
+def test_the_parabolas_answer_has_an_interval(model, study):
+    """Widest where it leaves the budgets, and gone where the bootstrap was left away."""
+    law = study.models["parcae-370m"].power_laws["loops"]
+    near, far = (predict.recommend(model, flops).by_parabolas for flops in (6.4e19, 6.4e20))
+    assert near.loops.value == pytest.approx(float(law(6.4e19)))
+    for one in (near.loops, near.tokens, far.loops):
+        assert one.low < one.value < one.high
+    assert far.loops.high / far.loops.low > near.loops.high / near.loops.low
+    low, high = study.models["parcae-370m"].power_intervals["loops"]
+    assert low < law.exponent < high
+    bare = {name: replace(one, replicas=()) for name, one in model.power_laws.items()}
+    assert predict.recommend(replace(model, power_laws=bare), 6.4e19).by_parabolas.loops.low is None
+
+
+@pytest.mark.parametrize("loops", [0.0, 0.5, float("nan")])
+def test_less_than_one_loop_is_refused(model, loops):
+    for ask in (
+        lambda: predict.loss_at(model, loops, 1e10),
+        lambda: predict.loss_at(model, 8, 1e10, loops),
+        lambda: predict.loops_worth(model, loops, 1e10, 0.01),
+    ):
+        with pytest.raises(ConfigError, match="loops are not possible"):
+            ask()
+
+
 @pytest.mark.parametrize("flops", [0.0, -1.0, float("nan"), float("inf")])
 def test_nonsense_is_refused(model, flops):
     with pytest.raises(ConfigError, match="not a positive number"):

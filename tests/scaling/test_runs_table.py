@@ -129,3 +129,31 @@ def test_numbers_keep_every_digit(tmp_path):
     rows = [row(loss=loss), row(test_loops=5, loss=2.0)]
     back = read_table(write_table(tmp_path / "a.csv", table_from_rows(rows)))
     assert back["loss"][0] == loss
+
+
+def test_empty_cells_do_not_tear_a_run_apart(tmp_path):
+    table = table_from_rows([{**one, "seed": ""} for one in ROWS])
+    assert table.run.tolist() == [0, 0, 1]
+    with pytest.raises(TableError, match="rows 1, 2 measure the same run"):
+        table_from_rows([row(seed=""), row(seed="", loss=2.5)])
+
+
+def test_names_may_be_spelled_like_numbers_but_not_be_empty():
+    assert table_from_rows([row(model="140", run=3), ROWS[2]]).models == ["140", "m"]
+    with pytest.raises(TableError, match=r"'model' is empty in row 2\. Name that row"):
+        table_from_rows([row(), row(model=" ", loss=2.5)])
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("", "'budget' is empty or not finite"), ("big", "'budget' is no number"), (-1, "positive")],
+)
+def test_a_budget_is_a_number_in_every_row(budget, message):
+    with pytest.raises(TableError, match=message):
+        table_from_rows([{**one, "budget": 1e18} for one in ROWS[:2]] + [row(budget=budget)])
+
+
+def test_a_file_that_only_looks_like_csv_is_refused(tmp_path):
+    (tmp_path / "runs.csv").write_text('model,loss\n"' + "x" * 200_000 + '",1\n')
+    with pytest.raises(FileError, match="not CSV"):
+        read_table(tmp_path / "runs.csv")

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from parcae.cli import main
+from parcae.commands.sweeping import tell_kept_depths
 from parcae.config import ConfigError
 from parcae.model import create
 from parcae.recipe import merge, write_toml
@@ -178,3 +179,16 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     for name in ("effective", "tokens", "steps", "FLOPs", "ETA", "mu4-2e10-flops", "to do"):
         assert name in said
     assert not (tmp_path / "sweep").exists()
+
+
+def test_runs_that_are_there_keep_their_test_loops_and_it_is_said(tmp_path, capsys):
+    first = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2,)))
+    larger = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2, 4)))
+    folder = SweepFolder(tmp_path)
+    folder.write_plan(folder.extended(first))
+    tell_kept_depths(first, folder.extended(first))
+    assert capsys.readouterr().out == ""
+    tell_kept_depths(larger, folder.extended(larger))
+    said = capsys.readouterr().out
+    assert "Test loops 6, 8 are measured in new runs only" in said
+    assert first[0].name in said

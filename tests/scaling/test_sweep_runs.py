@@ -23,7 +23,7 @@ from train import runs
 
 SPEED = ("--utilisation", "0.4", "--device-flops", "1e10")
 """Given, so that tests do not try steps."""
-NAMES = [f"looped-68.16k-mu{loops}-1.5e9-flops" for loops in (1, 2, 4)]
+NAMES = [f"looped-68.16k-mu{loops}-1.5e9-flops" for loops in (1, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def recipe(tmp_path_factory):
 
 
 def words(recipe, out, *more):
-    grid = ("--budgets", "1.5e9", "--loops", "1,2,4", "--workers", "2")
+    grid = ("--budgets", "1.5e9", "--loops", "1,2", "--workers", "2")
     return ["sweep", str(recipe), *grid, "--out", str(out), *SPEED, *more]
 
 
@@ -58,11 +58,11 @@ def whole(recipe, tmp_path_factory):
 
 def test_one_table_of_all_runs_at_all_depths(whole):
     table = read_table(whole / "runs.csv")
-    assert len(table) == 3 * 5
+    assert len(table) == 2 * 4
     assert sorted(set(table["run"].tolist())) == NAMES
     assert table["flops"] == pytest.approx(1.5e9, rel=0.01)
     assert set(table["budget"].tolist()) == {1.5e9}
-    assert sorted(set(table["test_loops"].tolist())) == [1, 2, 4, 6, 8]
+    assert sorted(set(table["test_loops"].tolist())) == [1, 2, 3, 4]
     parquet = read_table(whole / "runs.parquet")
     assert parquet["loss"].tolist() == table["loss"].tolist()
     for name in NAMES:
@@ -82,7 +82,7 @@ def test_what_is_done_is_skipped(whole, recipe, capsys):
     assert main(["sweep", str(whole)]) == 0
     assert main(words(recipe, whole)) == 0
     said = capsys.readouterr().out
-    assert "3 done." in said
+    assert "2 done." in said
     assert "started" not in said
     after = {name: (whole / "runs" / name / "result.json").stat().st_mtime_ns for name in NAMES}
     assert after == before
@@ -94,7 +94,7 @@ def test_a_second_process_is_refused(whole, capsys):
     assert "another process" in capsys.readouterr().err
 
 
-def wait_for(what, process, seconds=90):
+def wait_for(what, process, seconds=300):
     end = time.monotonic() + seconds
     while not what():
         assert process.poll() is None, "it ended too early"
@@ -117,13 +117,15 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
     """First one run is killed, which the sweep survives; then the sweep, which its runs do not."""
     out = tmp_path / "sweep"
     sweep = begin(recipe, out)
-    first, second = (out / "runs" / name for name in NAMES[:2])
-    wait_for(lambda: steps_behind(first) > 45, sweep)
-    os.kill(owner(first), signal.SIGKILL)
-    wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
-    running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
-    sweep.kill()
-    sweep.wait()
+    first, second = (out / "runs" / name for name in NAMES)
+    try:
+        wait_for(lambda: steps_behind(first) > 45, sweep)
+        os.kill(owner(first), signal.SIGKILL)
+        wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
+        running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
+    finally:  # also when the waiting was in vain
+        sweep.kill()
+        sweep.wait()
     assert running
     assert not outcome_of(second).is_final or not outcome_of(first).is_final
     assert main(["sweep", str(out), "--workers", "2", *SPEED]) == 0

@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.scaling.table import read_table
 
     require(arguments.starts >= 1, "--starts", f"{arguments.starts}: too few", "Use at least 1.")
+    require(arguments.seed >= 0, "--seed", f"{arguments.seed} is negative", "Use 0 or more.")
     drawn = arguments.draws == 0 or arguments.draws >= 20
     require(drawn, "--draws", f"{arguments.draws}: too few for intervals", "Use 20 or more, or 0.")
     source, out = arguments.table, arguments.out

@@ -105,9 +105,11 @@ def _tell(model: FittedModel, answers: dict[str, Any], arguments: argparse.Names
                 "",
             ),
         ]
-        if best.by_parabolas:
-            loops, tokens = best.by_parabolas
-            rows.append(("by the parabolas' power laws", f"{loops:.3g}, {tokens:.4g} tokens", ""))
+        if also := best.by_parabolas:
+            rows += [
+                ("loops by the parabolas' power law", *_cells(also.loops, ".3g")),
+                ("tokens by the parabolas' power law", *_cells(also.tokens, ".4g")),
+            ]
     if need := answers.get("flops"):
         text = f"FLOPs for a loss of {arguments.loss:g}"
         rows.append((text, *_cells(need.estimate, ".3g")))

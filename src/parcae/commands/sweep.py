@@ -91,6 +91,7 @@ def _folder(arguments: argparse.Namespace, source: Path) -> Path:
 def _planned(
     arguments: argparse.Namespace, flags: dict[str, Any], folder: SweepFolder, source: Path
 ) -> tuple[PlannedRun, ...]:
+    from parcae.commands.sweeping import tell_kept_depths
     from parcae.config import ConfigError
     from parcae.recipe import from_file
     from parcae.scaling.sweep import plan_sweep
@@ -114,7 +115,9 @@ def _planned(
         given = "--budgets" if grid.flops else "--tokens"
         raise ConfigError(f"--budget.{budget}: {given} says how long runs are. Leave one away.")
     planned = from_file(source, flags, lambda *both: plan_sweep(with_flags(*both), grid))
-    return folder.extended(planned)
+    runs = folder.extended(planned)
+    tell_kept_depths(planned, runs)
+    return runs
 
 
 def _grid(arguments: argparse.Namespace) -> Grid | None:

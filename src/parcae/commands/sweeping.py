@@ -137,6 +137,19 @@ def show_plan(
         say(line)
 
 
+def tell_kept_depths(planned: Sequence[PlannedRun], runs: Sequence[PlannedRun]) -> None:
+    """A grown grid may ask for test loops that the runs which are there were not planned with."""
+    there = {run.name: set(run.recipe.validation_depths) for run in runs}
+    lacking = {run.name: set(run.recipe.validation_depths) - there[run.name] for run in planned}
+    kept = [name for name, depths in lacking.items() if depths]
+    if kept:
+        depths = ", ".join(map(str, sorted(set().union(*lacking.values()))))
+        say(
+            f"Test loops {depths} are measured in new runs only: {len(kept)} that are there, such "
+            f"as {kept[0]}, keep theirs. For all runs at the same, use another --out."
+        )
+
+
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
     """What the plan would let a person regret later."""
     found = []

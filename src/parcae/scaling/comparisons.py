@@ -40,6 +40,8 @@ def against_fixed_depth(design: Design, training: FittedLaw | None) -> list[Fixe
     grid, base, shape = design.training(), design.baselines(), design.shape
     for budget in design.budgets:
         here = grid & (design.budget == budget)
+        if not here.any():
+            continue
         best = np.flatnonzero(here)[design.points.loss[here].argmin()]
         fixed = design.points.loss[base & (design.budget == budget)]
         loops = loss = None
@@ -157,9 +159,9 @@ class GapShare:
 
 def gap_shares(table: Table) -> list[GapShare]:
     """For every looped model and Transformer of one size, trained on the same tokens."""
+    sizes = {name: _best_row(table, name, None)[1] for name in table.models if is_transformer(name)}
     transformers = sorted(
-        (model for model in table.models if is_transformer(model)),
-        key=lambda model: _best_row(table, model, None)[1],
+        (name for name, size in sizes.items() if np.isfinite(size)), key=lambda name: sizes[name]
     )
     found = []
     for smaller, larger in pairwise(transformers):

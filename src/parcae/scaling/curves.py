@@ -134,13 +134,19 @@ def recovery(fits: Sequence[CurveFit]) -> Recovery | None:
 
 def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
     """Curves that can be fitted, and words about the others."""
-    kept, said = [], []
+    kept, said, harmed = [], [], []
     for curve in curves:
         name = f"the curve of mean_loops {curve.mean_loops[0]:g}, {curve.tokens[0]:.3g} tokens"
         if np.ptp(curve.loss) < FLAT * curve.loss.mean():
             said.append(f"test-time: {name} does not change with T and is left out.")
             continue
         if curve.loss[-1] > curve.loss[0]:
-            said.append(f"test-time: {name} ends above where it began: loops harm this model.")
+            harmed.append(float(curve.mean_loops[0]))
         kept.append(curve)
+    if harmed:
+        depths = ", ".join(f"{one:g}" for one in sorted(set(harmed)))
+        said.append(
+            f"test-time: {len(harmed)} of {len(curves)} curves (mean_loops {depths}) end above "
+            "where they began: more loops harm these models."
+        )
     return kept, said

@@ -17,11 +17,14 @@ import numpy as np
 from parcae.scaling.fit import FitError
 from parcae.scaling.points import Points
 from parcae.scaling.shape import Shape, shape_from
-from parcae.scaling.table import Table
+from parcae.scaling.table import COLUMNS, IDENTITY, Table
 
 SAME_BUDGET = 1.02
 """Runs whose FLOPs differ by less than this factor had one budget: steps are whole."""
+SAME_LOSS = 1e-9
 DEPTHS_FOR_A_GRID = 3
+NO_SETTINGS = {*COLUMNS, *IDENTITY, "role", "budget", "core", "core_extended"}
+"""Columns that are measured, or only tell runs apart."""
 TRANSFORMER = "transformer"
 
 
@@ -37,6 +40,8 @@ class Design:
     learns: np.ndarray
     """Rows that laws learn from: of looped runs only."""
     shape: Shape
+    mixed: tuple[str, ...] = ()
+    """Settings in which runs differ that laws learn from and that have the same loops and FLOPs."""
 
     @property
     def is_nominal(self) -> np.ndarray:
@@ -94,6 +99,26 @@ class Design:
                 f"{self.model}: all runs have one budget, {budgets[0]:.3g} FLOPs, where more loops "
                 "always mean fewer tokens, so the two cannot be told apart. Add a second budget."
             )
+        self.check_losses()
+
+    def check_losses(self) -> None:
+        """Equal losses fit any law whose terms vanish."""
+        losses = self.points.loss[self.training()]
+        if len(losses) > 1 and np.ptp(losses) <= SAME_LOSS * losses.mean():
+            raise FitError(
+                f"{self.model}: all {len(losses)} losses at test_loops = mean_loops are "
+                f"{losses[0]:g}, so nothing can be learnt from them. Check how they were measured."
+            )
+
+    def mixed_settings(self) -> list[str]:
+        """A grid of learning rates, say, is no isoFLOP grid: bad rates would bend the laws."""
+        if not self.mixed:
+            return []
+        return [
+            f"runs of the same loops and FLOPs differ in {', '.join(self.mixed)}, and laws learn "
+            "from all of them alike. Leave the worse ones out, or mark them by a column 'role' "
+            "as held-out."
+        ]
 
     def check_test_time(self) -> None:
         chosen = self.points.take(self.is_looped)
@@ -126,7 +151,21 @@ def design_of(table: Table, model: str) -> Design:
         learns = looped & _in_a_grid(points.mean_loops, budget, looped)
         learns = learns if learns.any() else looped
     shape = shape_from(points.mean_loops, points.effective_params, flops / points.tokens)
-    return Design(model, points, flops, budget, learns, shape)
+    mixed = _mixed(table, rows[learns], points.take(learns), budget[learns])
+    return Design(model, points, flops, budget, learns, shape, mixed)
+
+
+def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -> tuple[str, ...]:
+    """Columns that are one value within each run, but several among runs that should be alike."""
+    found = []
+    alike = list(zip(points.mean_loops.tolist(), budget.tolist(), strict=True))
+    for name in (name for name in table.columns if name not in NO_SETTINGS):
+        values = [str(value) for value in table[name][rows].tolist()]
+        by_run = set(zip(points.run.tolist(), values, strict=True))
+        by_cell = set(zip(alike, values, strict=True))
+        if len(by_run) == len(set(points.run.tolist())) and len(by_cell) > len(set(alike)):
+            found.append(name)
+    return tuple(found)
 
 
 def group_budgets(flops: np.ndarray) -> np.ndarray:

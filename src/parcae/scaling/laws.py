@@ -85,7 +85,8 @@ class Law:
     def predict(self, values: Mapping[str, float | np.ndarray], at: Points) -> np.ndarray:
         """[rows, points], or [points] where every value is a single number."""
         single = all(np.ndim(values[name]) == 0 for name in self.parameters)
-        losses, _ = self.bind(at).forward(self.coordinates(values))
+        with np.errstate(over="ignore", invalid="ignore"):  # a rate without bound: its term is gone
+            losses, _ = self.bind(at).forward(self.coordinates(values))
         return losses[0] if single else losses
 
     def bind(self, at: Points, *, standardised: bool = False) -> BoundLaw:
@@ -147,8 +148,9 @@ class BoundLaw:
 
     def from_plain(self, plain: np.ndarray) -> np.ndarray:
         theta = plain.copy()
-        for term in self.terms:
-            term.from_plain(theta)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for term in self.terms:
+                term.from_plain(theta)
         return theta
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,9 +56,22 @@ class PowerLaw:
     exponent: float
     budgets: tuple[float, ...]
     """Those whose optimum was used."""
+    replicas: tuple[tuple[float, float], ...] = ()
+    """Of the bootstrap: the logarithm of each one's factor, which may be beyond all numbers, and
+    its exponent."""
 
     def __call__(self, flops: np.ndarray | float) -> np.ndarray:
         return self.factor * np.asarray(flops, dtype=float) ** self.exponent
+
+    def exponents(self) -> np.ndarray:
+        """Of the replicas."""
+        return np.array([exponent for _, exponent in self.replicas])
+
+    def at(self, flops: float) -> np.ndarray:
+        """What the replicas say."""
+        logs = [factor + exponent * np.log(flops) for factor, exponent in self.replicas]
+        with np.errstate(over="ignore"):
+            return np.exp(np.array(logs))
 
 
 def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> list[Parabola]:
@@ -100,6 +113,19 @@ def fit_power_law(parabolas: list[Parabola]) -> PowerLaw:
     optima = np.log([one.optimum for one in used])
     exponent, constant = np.polyfit(budgets, optima, 1)
     return PowerLaw(float(np.exp(constant)), float(exponent), tuple(one.budget for one in used))
+
+
+def with_replicas(law: PowerLaw, drawn: list[list[Parabola]]) -> PowerLaw:
+    """Those of the replicas that have optima within their runs; none where half of them do not."""
+    found = []
+    for parabolas in drawn:
+        try:
+            one = fit_power_law(parabolas)
+        except FitError:
+            continue
+        if one.factor > 0:
+            found.append((float(np.log(one.factor)), one.exponent))
+    return replace(law, replicas=tuple(found) if 2 * len(found) >= len(drawn) else ())
 
 
 def replicas(

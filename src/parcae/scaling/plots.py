@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from parcae import draw
+from parcae.scaling import axis_ticks
 from parcae.scaling.comparisons import oracle_curve
 from parcae.scaling.optimum import frontier
 from parcae.scaling.points import Points
@@ -38,7 +39,7 @@ def draw_all(study: Study, out: str | Path) -> list[str]:
         if chosen:
             with draw.figure(1, len(chosen), width=4.6, height=3.7) as (canvas, axes):
                 for one, panel in zip(chosen, np.atleast_1d(axes), strict=True):
-                    panel.set_title(one.design.model)
+                    panel.set_title(one.design.model, parse_math=False)
                     paint(panel, one)
                 written.append(_save(canvas, out, name))
     if any(one.power_laws or one.parabolas for one in study.models.values()):
@@ -73,6 +74,7 @@ def _isoloss(axes: Any, one: ModelStudy) -> None:
     axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
     axes.set(xlim=(loops[0], loops[-1]), ylim=(tokens[0], tokens[-1]))
     _loop_ticks(axes, np.unique(seen.mean_loops))
+    axis_ticks.tokens(axes, tokens[0], tokens[-1])
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
 
 
@@ -151,11 +153,11 @@ def _test_time(axes: Any, one: ModelStudy) -> None:
     for fitted, color in zip(chosen, colors, strict=True):
         curve = fitted.curve
         where = np.linspace(curve.test_loops.min(), curve.test_loops.max(), 200)
-        label = f"μ = {curve.mean_loops[0]:g}"
+        label = f"{curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])}"
         axes.plot(where, fitted.predict(where), color=color, linewidth=1.4)
         axes.plot(curve.test_loops, curve.loss, "o", color=color, markersize=3, label=label)
     axes.set(xlabel="loops at test time T", ylabel="validation loss")
-    axes.legend(loc="upper right", fontsize=8.5, ncols=2)
+    _legend_right(axes, "μ, tokens")
 
 
 def _densest(one: ModelStudy) -> list[Any]:
@@ -184,7 +186,7 @@ def _unified(axes: Any, one: ModelStudy) -> None:
     axes.plot(curve.test_loops, curve.loss, "o", color="black", markersize=4, label="measured")
     axes.set(xlabel="loops at test time T", ylabel="validation loss")
     axes.legend(loc="upper right", fontsize=8.5)
-    about = f"μ = {curve.mean_loops[0]:g}, {curve.tokens[0] / 1e9:.3g} B tokens"
+    about = f"μ = {curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])} tokens"
     axes.text(0.98, 0.6, about, transform=axes.transAxes, ha="right", fontsize=8.5, color=GREY)
 
 
@@ -208,7 +210,7 @@ def _saturation(several: Sequence[ModelStudy], out: Path) -> str:
                 "o-",
                 color=color,
                 linewidth=1.4,
-                label=one.design.model,
+                label=_literal(one.design.model),
             )
         axes.set(title="Held-out models", xlabel="loops at test time T", ylabel="validation loss")
         axes.legend(loc="upper right", fontsize=8.5)
@@ -221,7 +223,7 @@ def _power_laws(study: Study, out: Path) -> str:
         for one, pair in zip(chosen, np.atleast_2d(axes), strict=True):
             names = (("loops", "optimal loops μ*"), ("tokens", "optimal tokens D*"))
             for panel, (name, text) in zip(pair, names, strict=True):
-                panel.set_title(one.design.model)
+                panel.set_title(one.design.model, parse_math=False)
                 panel.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=text)
                 _power_law(panel, one, name)
         return _save(canvas, out, "power-laws")
@@ -244,11 +246,9 @@ def _power_law(axes: Any, one: ModelStudy, name: str) -> None:
         drawn = best if name == "loops" else wide / shape.flops_per_token(best)
         axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
     _flop_ticks(axes, budgets)
-    low, high = axes.get_ylim()
-    unit, letter = (1.0, "") if name == "loops" else (1e9, " B")
-    shown = _round_numbers(low / unit, high / unit)
-    axes.set_yticks([unit * one for one in shown], [f"{one:g}{letter}" for one in shown])
-    axes.minorticks_off()
+    drawn = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
+    low, high = drawn.min() / 1.15, drawn.max() * 1.15
+    (axis_ticks.loops if name == "loops" else axis_ticks.tokens)(axes, low, high)
     axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend
     axes.legend(loc="upper left", fontsize=8.5, ncols=1)
 
@@ -259,21 +259,15 @@ def _shades(count: int) -> list[Any]:
     return list(matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(count, 1))))
 
 
+def _literal(text: str) -> str:
+    """A legend takes what stands between dollars for mathematics."""
+    return text.replace("$", r"\$")
+
+
 def _legend_right(axes: Any, title: str) -> None:
     axes.legend(
         title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5, title_fontsize=8.5
     )
-
-
-def _round_numbers(low: float, high: float, most: int = 7) -> list[float]:
-    """Numbers that are easily read, between two limits on a logarithmic scale."""
-    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    found: list[float] = []
-    for digits in ((1, 1.5, 2, 3, 4, 5, 7), (1, 2, 4, 7), (1, 2, 5), (1, 3), (1,)):
-        found = [d * 10.0**p for p in powers for d in digits if low <= d * 10.0**p <= high]
-        if len(found) <= most:
-            break
-    return found
 
 
 def _flop_ticks(axes: Any, budgets: Sequence[float] | np.ndarray) -> None:

@@ -30,6 +30,14 @@ class Estimate:
 
 
 @dataclass(frozen=True)
+class ByParabolas:
+    """What the power laws through the parabolas' optima say."""
+
+    loops: Estimate
+    tokens: Estimate
+
+
+@dataclass(frozen=True)
 class Recommendation:
     flops: float
     loops: Estimate
@@ -40,8 +48,7 @@ class Recommendation:
     """The better of the whole numbers next to it; with its tokens and loss."""
     whole_tokens: float
     whole_loss: float
-    by_parabolas: tuple[float, float] | None
-    """Loops and tokens of the power laws through the parabolas' optima."""
+    by_parabolas: ByParabolas | None
     notes: list[str]
 
 
@@ -64,8 +71,7 @@ def recommend(model: FittedModel, flops: float) -> Recommendation:
     whole, loss = _best_whole(fitted, model, flops, best.value)
     parabolas = None
     if {"loops", "tokens"} <= set(model.power_laws):
-        laws = model.power_laws
-        parabolas = float(laws["loops"](flops)), float(laws["tokens"](flops))
+        parabolas = ByParabolas(*(_by_power_law(model, n, flops) for n in ("loops", "tokens")))
     return Recommendation(
         flops=flops,
         loops=best,
@@ -79,11 +85,19 @@ def recommend(model: FittedModel, flops: float) -> Recommendation:
     )
 
 
+def _by_power_law(model: FittedModel, name: str, flops: float) -> Estimate:
+    law = model.power_laws[name]
+    ends = interval(law.at(flops)) if law.replicas else (None, None)
+    return Estimate(float(law(flops)), *ends)
+
+
 def loss_at(
     model: FittedModel, loops: float, tokens: float, test_loops: float | None = None
 ) -> Answer:
-    for name, value in (("loops", loops), ("tokens", tokens), ("test-loops", test_loops or 1)):
-        _positive(name, value)
+    _positive("tokens", tokens)
+    _at_least_one("loops", loops)
+    if test_loops is not None:
+        _at_least_one("test-loops", test_loops)
     names = ("training", "unified") if test_loops is None else ("unified",)
     fitted = model.law(*names)
     at = model.shape.points(loops, tokens, test_loops)
@@ -101,7 +115,7 @@ def loss_at(
 def loops_worth(model: FittedModel, loops: float, tokens: float, tolerance: float) -> Answer:
     """The T at which the loss is within a share `tolerance` of what endless loops would reach."""
     _positive("tolerance", tolerance)
-    _positive("loops", loops)
+    _at_least_one("loops", loops)
     _positive("tokens", tokens)
     fitted = model.law("unified")
     at = model.shape.points(loops, tokens)
@@ -173,6 +187,11 @@ def _at_the_end(loops: float) -> list[str]:
     if loops < 1.005:
         return ["the law is lowest without looping: this budget is too small for it."]
     return []
+
+
+def _at_least_one(name: str, value: float) -> None:
+    if not (np.isfinite(value) and value >= 1):
+        raise ConfigError(f"--{name}: {value:g} loops are not possible. Use 1 or more.")
 
 
 def _positive(name: str, value: float) -> None:

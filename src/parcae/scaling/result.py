@@ -112,7 +112,12 @@ def _model(name: str, tree: dict[str, Any]) -> FittedModel:
         spans={key: tuple(span) for key, span in tree["spans"].items()},
         laws={key: _law(one) for key, one in tree["laws"].items()},
         power_laws={
-            key: PowerLaw(one["factor"], one["exponent"], tuple(one["budgets"]))
+            key: PowerLaw(
+                one["factor"],
+                one["exponent"],
+                tuple(one["budgets"]),
+                tuple((factor, exponent) for factor, exponent in one.get("replicas", ())),
+            )
             for key, one in tree["power_laws"].items()
         },
         warnings=list(tree["warnings"]),

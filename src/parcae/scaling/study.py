@@ -17,7 +17,7 @@ import numpy as np
 
 from parcae.scaling import curves as test_time
 from parcae.scaling import laws, parabola
-from parcae.scaling.bootstrap import LEVEL, bootstrap
+from parcae.scaling.bootstrap import LEVEL, bootstrap, interval
 from parcae.scaling.comparisons import (
     Conditioning,
     FixedDepth,
@@ -63,8 +63,6 @@ class ModelStudy:
     design: Design
     laws: dict[str, FittedLaw] = field(default_factory=dict)
     power_laws: dict[str, parabola.PowerLaw] = field(default_factory=dict)
-    power_intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of the exponents."""
     parabolas: dict[str, list[parabola.Parabola]] = field(default_factory=dict)
     forms: list[FormScore] = field(default_factory=list)
     curve_fits: list[CurveFit] = field(default_factory=list)
@@ -90,6 +88,11 @@ class ModelStudy:
             warnings=self.warnings,
             not_fitted=self.not_fitted,
         )
+
+    @property
+    def power_intervals(self) -> dict[str, tuple[float, float]]:
+        """Of the exponents."""
+        return {n: interval(law.exponents()) for n, law in self.power_laws.items() if law.replicas}
 
     @contextmanager
     def trying(self, *names: str) -> Iterator[None]:
@@ -179,6 +182,8 @@ def _unified(study: ModelStudy, effort: Effort) -> None:
             f"{design.model}: the grid was measured at fewer than three test_loops, so the decay "
             "with T cannot be told. Measure its runs at more."
         )
+    if "training" not in study.laws:
+        raise FitError(study.not_fitted["training"])
     training = study.laws["training"].values
     search = effort.search(effort.unified_starts)
     unseen = design.curves(design.held_out(), 2)
@@ -229,35 +234,32 @@ def _parabolas(study: ModelStudy, effort: Effort) -> None:
     design = study.design
     rows = design.training()
     points, budget = design.points.take(rows), design.budget[rows]
+    study.warnings += design.mixed_settings()
     for name, where in (("loops", points.mean_loops), ("tokens", points.tokens)):
         with study.trying(f"parabolas in {name}"):
+            design.check_losses()
             found = parabola.fit_parabolas(where, points.loss, budget)
             study.parabolas[name] = found
             if name == "loops":
                 study.warnings += _edges(found)
             with study.trying(f"power law of {name}"):
-                study.power_laws[name] = parabola.fit_power_law(found)
+                law = parabola.fit_power_law(found)
                 if effort.draws:
-                    study.power_intervals[name] = _exponent_interval(
-                        found, where, points.loss, budget, effort
+                    drawn = parabola.replicas(
+                        found, where, points.loss, budget, effort.draws, effort.seed
                     )
+                    law = parabola.with_replicas(law, drawn)
+                    study.warnings += _doubtful(name, law)
+                study.power_laws[name] = law
 
 
-def _exponent_interval(
-    found: list[parabola.Parabola],
-    where: np.ndarray,
-    loss: np.ndarray,
-    budget: np.ndarray,
-    effort: Effort,
-) -> tuple[float, float]:
-    exponents = []
-    for replica in parabola.replicas(found, where, loss, budget, effort.draws, effort.seed):
-        try:
-            exponents.append(parabola.fit_power_law(replica).exponent)
-        except FitError:
-            continue
-    low, high = np.quantile(exponents, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
+def _doubtful(name: str, law: parabola.PowerLaw) -> list[str]:
+    if law.replicas:
+        return []
+    return [
+        f"power law of {name}: most bootstrap replicas have no two optima within the runs, so it "
+        "has no interval. Widen the range of mean_loops."
+    ]
 
 
 def _edges(found: list[parabola.Parabola]) -> list[str]:

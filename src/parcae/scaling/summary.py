@@ -61,14 +61,19 @@ def markdown(study: Study, figures: Sequence[str] = ()) -> str:
         + f". Intervals hold the middle {LEVEL:.0%} of {study.effort.draws} bootstrap replicas.\n",
     ]
     for model, lines in notes(study).items():
-        parts.append(f"**{model}**\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+        parts.append(f"**{_literal(model)}**\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
     for view in views(study):
         head = f"| {' | '.join(view.columns)} |"
         rule = "|---" + "|---:" * (len(view.columns) - 1) + "|"
-        body = "\n".join(f"| {' | '.join(row)} |" for row in view.rows)
-        parts.append(f"## {view.title}\n\n{head}\n{rule}\n{body}\n")
+        body = "\n".join(f"| {' | '.join(map(_literal, row))} |" for row in view.rows)
+        parts.append(f"## {_literal(view.title)}\n\n{head}\n{rule}\n{body}\n")
     parts += [f"![{name.partition('.')[0]}]({name})\n" for name in figures]
     return "\n".join(parts)
+
+
+def _literal(text: str) -> str:
+    """A model's name is the user's: it must not end a cell or begin a tag."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _laws(one: ModelStudy) -> Iterator[View]:

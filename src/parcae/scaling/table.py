@@ -26,7 +26,9 @@ from parcae.files import FileError, atomic_path, reading, sha256, write_text
 from parcae.recipe import suggest
 
 COLUMNS = ("model", "mean_loops", "tokens", "flops", "effective_params", "test_loops", "loss")
-NUMBERS = COLUMNS[1:]
+NUMBERS = (*COLUMNS[1:], "budget")
+TEXTS = ("model", "run")
+"""Names, also where they are spelled like numbers."""
 IDENTITY = ("model", "mean_loops", "tokens", "flops", "seed", "run")
 """Rows that agree in these belong to one run."""
 ROLES = ("fit", "held-out")
@@ -69,8 +71,14 @@ class Table:
         """A number for each row's run."""
         keys = [name for name in IDENTITY if name in self]
         numbers: dict[tuple[Any, ...], int] = {}
-        listed = zip(*(self[name].tolist() for name in keys), strict=True)
+        columns = ([_same_if_empty(one) for one in self[name].tolist()] for name in keys)
+        listed = zip(*columns, strict=True)
         return np.array([numbers.setdefault(key, len(numbers)) for key in listed])
+
+
+def _same_if_empty(value: Any) -> Any:
+    """An empty cell is like another empty cell; NaN is not like NaN."""
+    return None if value != value or value == "" else value
 
 
 def table_from_rows(rows: Sequence[Mapping[str, Any]], source: str = "table") -> Table:
@@ -126,6 +134,8 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
             rows = list(csv.reader(stream))
     except UnicodeDecodeError:
         raise FileError(f"{path}: not UTF-8. Convert it.") from None
+    except csv.Error as error:
+        raise FileError(f"{path}: not CSV ({error}). Write it anew.") from None
     if not rows:
         raise TableError(f"{path}: empty. The first line names the columns {', '.join(COLUMNS)}.")
     names, body = [name.strip() for name in rows[0]], [row for row in rows[1:] if row]
@@ -161,7 +171,11 @@ def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:
             f"Add it, or rename one. {near}".strip()
         )
     return {
-        name: _numbers(name, values, source) if name in NUMBERS else _plain(values)
+        name: _numbers(name, values, source)
+        if name in NUMBERS
+        else _text(values)
+        if name in TEXTS
+        else _plain(values)
         for name, values in raw.items()
     }
 
@@ -171,7 +185,11 @@ def _plain(values: list[Any]) -> np.ndarray:
     try:
         return np.array([np.nan if value in ("", None) else float(value) for value in values])
     except (TypeError, ValueError):
-        return np.array(["" if value is None else str(value) for value in values], dtype=object)
+        return _text(values)
+
+
+def _text(values: list[Any]) -> np.ndarray:
+    return np.array(["" if value is None else str(value) for value in values], dtype=object)
 
 
 def _numbers(name: str, values: list[Any], source: str) -> np.ndarray:
@@ -193,10 +211,12 @@ def _check(table: Table) -> None:
     source = table.source
     if not len(table):
         raise TableError(f"{source}: no rows. Add one for each measured loss.")
-    for name in NUMBERS:
+    for name in (name for name in NUMBERS if name in table):
         values = table[name]
         _refuse(table, ~np.isfinite(values), f"{name!r} is empty or not finite", "Remove or mend")
         _refuse(table, values <= 0, f"{name!r} is not positive", "Correct")
+    nameless = np.array([not name.strip() for name in table["model"].tolist()])
+    _refuse(table, nameless, "'model' is empty", "Name")
     for name in ("mean_loops", "test_loops"):
         _refuse(table, table[name] < 1, f"{name!r} is below 1", "Correct")
     if "role" in table:
