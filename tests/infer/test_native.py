@@ -23,6 +23,8 @@ from parcae.infer.network import Network
 from parcae.infer.quantise import matrix
 from parcae.infer.work import Part, Work
 
+RULES = ["budget:2", "state:0.3", "kl:0.02", "kl:0.3", "entropy:0.02", "entropy:0.2"]
+
 try:
     KERNELS = Kernels()
 except build.NoKernels as problem:
@@ -60,7 +62,7 @@ def test_equals_pytorch(kind, counts, data, policy, weights):
     limits = data.draw(st.lists(st.integers(1, 5), min_size=len(parts), max_size=len(parts)))
     rules = [None] * len(parts)
     if all(count == 1 for count in counts):
-        choice = st.sampled_from([None, ExitRule("budget", 2), ExitRule("state", 0.3)])
+        choice = st.sampled_from([None, *map(ExitRule.parse, RULES)])
         rules = data.draw(st.lists(choice, min_size=len(parts), max_size=len(parts)))
     results = [
         run(Network(model, weights, kernels), parts, limits, rules, policy, 5)
