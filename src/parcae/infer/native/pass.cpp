@@ -231,11 +231,12 @@ struct Walk {  // what one thread knows
         Tokens tokens = all;
         tokens.index = pass.index;
         for (int64_t loop = 1; loop <= pass.loops && left.looping; loop++) {
-            tokens.count = left.looping;
+            const Left here = left;
+            tokens.count = here.looping;
             one_loop(tokens, loop - 1);
-            tokens.count = left.watched;
-            if (left.watched) watch(tokens, loop == 1);
-            if (team.rank == 0) left = still_looping(loop, left);
+            tokens.count = here.watched;
+            if (here.watched) watch(tokens, loop == 1);
+            if (team.rank == 0) left = still_looping(loop, here);
             team.meet();
         }
         for (int64_t t = team.rank; t < all.count; t += team.size) settle(t);
@@ -272,10 +273,15 @@ struct Walk {  // what one thread knows
         const int64_t n = model.compared, room = rounded(n);
         int64_t job, end;
         team.share(tokens.count * n, 1, job, end);
+        auto cell = [&](int64_t one) { return tokens.place(one / n) * room + one % n; };
+        auto weights = [&](int64_t one) {
+            return model.unembedding + scratch.candidates[cell(one)] * model.width;
+        };
         for (; job < end; job++) {
-            int64_t token = tokens.place(job / n), at = token * room + job % n;
-            const float* weights = model.unembedding + scratch.candidates[at] * model.width;
-            scratch.shares[at] = dot(x + token * model.width, weights, model.width);
+            const float* later = weights(std::min(job + 4, end - 1));  // rows here and there
+            for (int64_t i = 0; i < model.width; i += LANES) __builtin_prefetch(later + i);
+            const float* reading = x + tokens.place(job / n) * model.width;
+            scratch.shares[cell(job)] = dot(reading, weights(job), model.width);
         }
         team.meet();
     }
