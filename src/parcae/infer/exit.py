@@ -60,11 +60,6 @@ class ExitRule:
             ) from None
         return cls(kind, threshold)  # type: ignore[arg-type]
 
-    @property
-    def reads(self) -> bool:
-        """Whether it looks at predictions, not only at states."""
-        return self.kind in ("kl", "entropy")
-
     def most_loops(self, limit: int) -> int:
         return min(limit, int(self.threshold)) if self.kind == "budget" else limit
 

@@ -20,8 +20,8 @@ struct Model {
     Matrix transition;    // A_bar: this matrix, or
     const float* decay;   // this diagonal, or, where there is neither, 1
     Matrix readout, head;
-    const float* unembedding;  // the head as floats
-    int64_t compared;     // how many likely tokens tell two predictions apart, or all of them
+    const float* unembedding;  // the head, in floats
+    int64_t compared;     // predictions are compared over so many likely tokens, or over all
 };
 
 struct Pass {  // every field has eight bytes
@@ -39,10 +39,12 @@ struct Pass {  // every field has eight bytes
     // loops up to `settled` receive its last keys and values.
     const int64_t *limits, *settled;
     const float* least;       // 0: that is no reason to stop; null: for none
-    const int64_t* measures;  // what of it must move: a share of its state's length, or see Measure
-    int64_t watched;          // how many tokens' predictions are read after every loop. They come
-    const int64_t* order;     // first here, and the logits of all tokens are wanted, by their place
-    int64_t *ran, *index;     // how often each has looped at last; the order once more, to change
+    const int64_t* measures;  // what has to move that much: see Measure
+    // So many tokens' predictions are read after every loop, and they come first in the order. Where
+    // there are any, the logits of all tokens are wanted, and lie by their place.
+    int64_t watched;
+    const int64_t* order;
+    int64_t *ran, *index;     // how often each has looped at last; the order again, for what is left
     // [tokens, state_width] twice, and what the head reads, [tokens, width]; null where nobody else
     // wants to know.
     float *state, *drive, *x;

@@ -9,6 +9,7 @@
 
 namespace {
 
+// The length of the state, as a share; the KL of predictions; their entropy.
 enum Measure : int64_t { OF_STATE, OF_PREDICTION, OF_ENTROPY };
 
 // Whole numbers in the order of the floats, whatever they are: no NaN confuses it.
