@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from conftest import KINDS, randomised
 from parcae.config import ConfigError, LoopConfig
+from parcae.infer import exit as exit_module
 from parcae.infer.cache import Policy
 from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine
@@ -58,10 +59,42 @@ def test_equals_pytorch(kind, counts, data, policy, weights):
     model = randomised(KINDS[kind])
     parts = [Part(row, 0, count) for row, count in enumerate(counts)]
     limits = data.draw(st.lists(st.integers(1, 5), min_size=len(parts), max_size=len(parts)))
-    rules = [None] * len(parts)
-    if all(count == 1 for count in counts):
-        choice = st.sampled_from([None, ExitRule("budget", 2), ExitRule("state", 0.3)])
-        rules = data.draw(st.lists(choice, min_size=len(parts), max_size=len(parts)))
+    check_against_pytorch(model, weights, parts, limits, [None] * len(parts), policy)
+
+
+RULES = [
+    "budget:2",
+    "state:0.3",
+    "kl:0.2",
+    "kl:0.02",
+    "kl:0.002",
+    "entropy:0.1",
+    "entropy:0.01",
+    "kl:0",
+]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    rows=st.lists(
+        st.tuples(st.sampled_from([None, *RULES]), st.integers(1, 5)), min_size=1, max_size=4
+    ),
+    policy=st.sampled_from(["full", "last:2", "first:2", "shared"]),
+    weights=st.sampled_from(["float32", "int8"]),
+    candidates=st.sampled_from([7, 16, 23, 256]),
+)
+def test_exits_equal_pytorch(kind, rows, policy, weights, candidates):
+    """Of every kind side by side; with few candidates, and all of a small vocabulary."""
+    parts = [Part(row, 0) for row in range(len(rows))]
+    rules = [rule and ExitRule.parse(rule) for rule, _ in rows]
+    limits = [limit for _, limit in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exit_module, "CANDIDATES", candidates)
+        check_against_pytorch(randomised(KINDS[kind]), weights, parts, limits, rules, policy)
+
+
+def check_against_pytorch(model, weights, parts, limits, rules, policy):
     results = [
         run(Network(model, weights, kernels), parts, limits, rules, policy, 5)
         for kernels in (KERNELS, None)
@@ -74,6 +107,60 @@ def test_equals_pytorch(kind, counts, data, policy, weights):
         assert ours.loops == theirs.loops
     torch.testing.assert_close(native_cache.core, plain_cache.core, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(native_cache.outer, plain_cache.outer, atol=2e-4, rtol=1e-4)
+
+
+def exits(network, rules, rows, limit=6, predict=None):
+    """Single tokens, each after two others of its row."""
+    cache = network.cache(Policy.parse("full"))
+    cache.reserve(max(rows) + 1, 3, limit)
+    ids = [token for row in rows for token in (3 + row, 40 - row)]
+    read = Work([Part(row, 0, 2) for row in rows], ids, network.device)
+    deepen(network, cache, Task(work=read, limits=[limit] * len(rows)))
+    work = Work([Part(row, 2) for row in rows], [11 + row for row in rows], network.device)
+    rules = [rules[row] and ExitRule.parse(rules[row]) for row in rows]
+    task = Task(work=work, limits=[limit] * len(rows), rules=rules, predict=predict)
+    return deepen(network, cache, task)
+
+
+MIXED = ["kl:0.02", None, "entropy:0.01", "state:0.3", "kl:0.2", "budget:3", "kl:0.0005"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("candidates", [19, 256])
+@pytest.mark.parametrize("kind", ["parcae-zoh", "rdm"])
+def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch):
+    monkeypatch.setattr("parcae.infer.native.kernels.WORTH_SHARING", 0)
+    monkeypatch.setattr(exit_module, "CANDIDATES", candidates)
+    network = Network(randomised(KINDS[kind]), "float32", KERNELS)
+    alone = [exits(network, MIXED, [row]) for row in range(len(MIXED))]
+    assert len({one.loops[0] for one in alone}) > 2
+    torch.set_num_threads(threads)
+    together = exits(network, MIXED, range(len(MIXED)))
+    assert together.loops == [one.loops[0] for one in alone]
+    assert torch.equal(together.logits, torch.cat([one.logits for one in alone]))
+    assert torch.equal(together.state, torch.cat([one.state for one in alone]))
+    some = exits(network, MIXED, range(len(MIXED)), predict=[4, 1])
+    assert torch.equal(some.logits, together.logits[[4, 1]])
+
+
+def test_every_rule_is_one_call(monkeypatch):
+    network = Network(randomised(KINDS["parcae"]), "float32", KERNELS)
+    for stage in ("begin", "loop", "read", "logits"):
+        monkeypatch.setattr(network.native, stage, None)
+    assert len(exits(network, MIXED, range(len(MIXED))).logits) == len(MIXED)
+
+
+@pytest.mark.parametrize("candidates", [19, 256])
+@pytest.mark.parametrize(("weight", "loops"), [(0.0, 2), (float("nan"), 6)])
+def test_predictions_of_no_use(weight, loops, candidates, monkeypatch):
+    """Where all tokens are alike nothing changes; where none is a number nothing can be told."""
+    monkeypatch.setattr(exit_module, "CANDIDATES", candidates)
+    model = randomised(KINDS["parcae"])
+    with torch.no_grad():
+        model.coda.norm.weight.fill_(weight)
+    rules = ["kl:0.01", "entropy:0.01"]
+    for kernels in (KERNELS, None):
+        assert exits(Network(model, "float32", kernels), rules, [0, 1]).loops == [loops] * 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

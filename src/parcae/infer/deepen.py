@@ -79,20 +79,23 @@ def deepen(network: Network, cache: Cache, task: Task) -> Reached:
     native = network.native
     if native is None or not native.takes(task.work):
         return _step_by_step(network, network, cache, task)
-    reads = any(rule.reads for rule in task.rule_of_each if rule is not None)
-    if reads or task.extrapolation != "none":
+    if task.extrapolation != "none":
         return _step_by_step(network, native, cache, task)
     return _in_one_call(native, cache, task)
 
 
 def _in_one_call(native: NativeNetwork, cache: Cache, task: Task) -> Reached:
-    """C++ can tell by itself when a token stops, where that takes no reading."""
+    """C++ can tell by itself when a token stops."""
     limits, rules = task.limits, task.rule_of_each
     depth = None
     if task.rules is not None or len(set(limits)) > 1:
         pairs = list(zip(rules, limits, strict=True))
-        shorter = [limit if rule is None else rule.most_loops(limit) for rule, limit in pairs]
-        depth = Depth(shorter, [rule.least_change if rule else 0.0 for rule in rules], limits)
+        depth = Depth(
+            limits=[limit if rule is None else rule.most_loops(limit) for rule, limit in pairs],
+            least_changes=[0.0 if rule is None else rule.least_change for rule in rules],
+            kinds=[None if rule is None else rule.kind for rule in rules],
+            settled=limits,
+        )
     logits, state, ran = native.all_at_once(
         task.work, cache, task.loops, depth, task.start, task.predicted
     )

@@ -60,21 +60,21 @@ class ExitRule:
             ) from None
         return cls(kind, threshold)  # type: ignore[arg-type]
 
-    @property
-    def reads(self) -> bool:
-        """Whether it looks at predictions, not only at states."""
-        return self.kind in ("kl", "entropy")
-
     def most_loops(self, limit: int) -> int:
         return min(limit, int(self.threshold)) if self.kind == "budget" else limit
 
     @property
     def least_change(self) -> float:
-        """The share of its length by which a loop must move a state; 0 where that is no matter."""
-        return self.threshold if self.kind == "state" else 0.0
+        """By how much a loop must move what the rule looks at; 0 where that is no matter."""
+        return 0.0 if self.kind == "budget" else self.threshold
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.threshold:g}"
+
+
+def compared_tokens(vocabulary: int) -> int:
+    """Over how many tokens of a vocabulary predictions are compared."""
+    return vocabulary if vocabulary <= 4 * CANDIDATES else CANDIDATES
 
 
 Read = Callable[[], Tensor]
@@ -133,9 +133,10 @@ class Watch:
             rows = self.table[self._candidates].float()
             return torch.einsum("nd,ncd->nc", x, rows).log_softmax(-1)
         logits = self.head(x)
-        if logits.shape[-1] <= 4 * CANDIDATES:
+        count = compared_tokens(logits.shape[-1])
+        if count == logits.shape[-1]:
             return logits.log_softmax(-1)
-        best = logits.topk(CANDIDATES, dim=-1)
+        best = logits.topk(count, dim=-1)
         self._candidates = best.indices
         return best.values.log_softmax(-1)
 

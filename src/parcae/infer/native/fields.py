@@ -49,4 +49,6 @@ class ModelFields(ctypes.Structure):
         *_named(MatrixFields, "into transition"),
         *_named(c_void_p, "decay"),
         *_named(MatrixFields, "readout head"),
+        *_named(c_void_p, "unembedding"),
+        *_named(c_int64, "compared"),
     )

@@ -38,6 +38,8 @@ struct Kept {
 
 struct Scratch {
     float *made, *mixed, *hidden, *before, *drive, *x;  // of all threads
+    float *shares, *shares_before, *moved;
+    int32_t* candidates;
     float *normed, *scores;                             // of this one
     int64_t scores_room;
 };

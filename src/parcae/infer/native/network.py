@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from parcae.infer.cache import Cache
+from parcae.infer.exit import compared_tokens
 from parcae.infer.layers import Layer
 from parcae.infer.native.fields import LayerFields, ModelFields, address, numbers
 from parcae.infer.native.kernels import MOST_TOKENS, Kernels, matrix_fields, threads_for
@@ -21,15 +22,31 @@ if TYPE_CHECKING:
     from parcae.infer.network import Network
 
 
+MEASURES = {"state": 0, "kl": 1, "entropy": 2}
+"""As `predictions.h` numbers them."""
+
+
 class Depth(NamedTuple):
     """When the parts of a pass stop looping."""
 
     limits: Sequence[int]
     """After so many loops."""
     least_changes: Sequence[float]
-    """Or when a loop moves the state by less than this share of its length; 0 is never."""
+    """Or when a loop changes less than this; 0 is never."""
+    kinds: Sequence[str | None]
+    """The rules that say what it has to change."""
     settled: Sequence[int]
     """Slots of the loops up to this one receive the keys and values of the last that was run."""
+
+    @property
+    def measures(self) -> list[int]:
+        """What is looked at after every loop; predictions only where they can be a reason to stop,
+        which takes two."""
+        each = zip(self.kinds, self.least_changes, self.limits, strict=True)
+        return [
+            MEASURES.get(kind or "", 0) if least > 0 and limit > 1 else 0
+            for kind, least, limit in each
+        ]
 
 
 class NativeNetwork:
@@ -79,7 +96,11 @@ class NativeNetwork:
     ) -> tuple[Tensor, Tensor, list[int]]:
         """Logits of the tokens to predict from, states, and how often each token has looped, where
         `depth` was given. States begin at zero, or at `start`."""
-        logits = _empty(len(predict), self.network.config.vocab_size)
+        if not self._model.core:
+            depth, loops = None, range(0)
+        watches = depth is not None and any(depth.measures)
+        wanted = range(work.tokens) if watches else predict
+        logits = _empty(len(wanted), self.network.config.vocab_size)
         state = self._states(work)
         if start is not None:
             state.copy_(start)
@@ -89,13 +110,13 @@ class NativeNetwork:
             state,
             begins=True,
             from_zero=start is None,
-            loops=loops if self._model.core else range(0),
-            depth=depth if self._model.core else None,
+            loops=loops,
+            depth=depth,
             reads=True,
-            predict=predict,
+            predict=wanted,
             logits=logits,
         )
-        return logits, state, ran
+        return logits if wanted == predict else logits[list(predict)], state, ran
 
     def _run(
         self,
@@ -116,10 +137,14 @@ class NativeNetwork:
         threads = threads_for(self._products * work.tokens)
         places = [numbers(some) for some in (work.ids, work.rows, work.positions)]
         slots, predict = numbers(map(cache.policy.slot, loops)), numbers(predict)
-        limits = settled = least = ran = index = None
+        limits = settled = least = measures = order = ran = index = None
+        watched = 0
         if depth is not None:
             limits, settled = numbers(work.each(depth.limits)), numbers(work.each(depth.settled))
-            ran, index = numbers(work.ids), numbers(work.ids)  # as long, and written before read
+            measures = numbers(work.each(depth.measures))
+            watched = work.tokens - measures.count(0)
+            order = numbers(sorted(range(work.tokens), key=lambda token: not measures[token]))
+            ran, index = numbers(order), numbers(order)
             if any(depth.least_changes):
                 least = array("f", work.each(depth.least_changes))
         fields = (
@@ -130,7 +155,9 @@ class NativeNetwork:
             reads,
             from_zero,
             len(loops),
-            *map(address, (slots, limits, settled, least, ran, index, state, drive, x)),
+            *map(address, (slots, limits, settled, least, measures)),
+            watched,
+            *map(address, (order, ran, index, state, drive, x)),
             len(predict),
             *map(address, (predict, logits, self._room(threads))),
             threads,
@@ -188,4 +215,6 @@ def _model_fields(network: Network, layers: ctypes.Array) -> ModelFields:
         address(network.mix.decay),
         matrix_fields(network.readout),
         matrix_fields(network.head),
+        address(network.unembedding),
+        compared_tokens(config.vocab_size),
     )
