@@ -27,6 +27,7 @@ WRONG = [
     ({"architecture": "transformer"}, "model.injection", "no loop"),
     ({"vocab_size": 0}, "model.vocab_size", "at least 1"),
     ({"norm_eps": 0.0}, "model.norm_eps", "1e-5"),
+    ({"norm_eps": float("inf")}, "model.norm_eps", "1e-5"),
     ({"rope_theta": -1.0}, "model.rope_theta", "50000"),
     ({"loop": {"mean_loops": 0}}, "model.loop.mean_loops", "at least 1"),
     ({"loop": {"backprop_loops": 0}}, "model.loop.backprop_loops", "at least 1"),

@@ -203,7 +203,10 @@ class ModelConfig:
             value = getattr(self, name)
             require(value >= 0, f"model.{name}", f"{value} is negative", "Use 0 or more.")
         require(
-            self.norm_eps > 0, "model.norm_eps", f"{self.norm_eps} is not positive", "Try 1e-5."
+            0 < self.norm_eps < math.inf,
+            "model.norm_eps",
+            f"{self.norm_eps} is not a positive number",
+            "Try 1e-5.",
         )
         require(
             0 < self.rope_theta < math.inf,

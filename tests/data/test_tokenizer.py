@@ -209,6 +209,15 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
             Tokenizer.load(folder)
 
 
+def test_a_byte_level_vocabulary_without_all_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """The library would drop what it cannot spell, and documents would come out empty."""
+    tree = json.loads(tokenizer.content)
+    tree["model"] |= {"vocab": {}, "merges": []}
+    (tmp_path / "t.json").write_text(json.dumps(tree))
+    with pytest.raises(FileError, match=r"t\.json: .*256 of the 256 bytes are not in it"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
 def test_a_tokenizer_that_cannot_be_read(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ WRONG = [
     ({"schedule": {"cooldown_fraction": 2.0}}, "schedule.cooldown_fraction: 2.0 is out of range"),
     ({"run": {"validation_depths": [0]}}, "run.validation_depths: 0 is not positive"),
     ({"run": {"sinks": ["wandbee"]}}, "run.sinks: there is no 'wandbee'"),
+    ({"run": {"seed": 1 << 63}}, "run.seed: 9223372036854775808 is out of range"),
     ({"run": {"device": "tpu"}}, "run.device: 'tpu' is not an option"),
     ({"model": {"heads": 5}}, "model.heads: 5 heads do not divide width 32"),
 ]

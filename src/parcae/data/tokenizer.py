@@ -77,6 +77,8 @@ class Tokenizer:
         self._cuts_safely = _cuts_safely(json.loads(content))
         if not self._plain.get_vocab_size(with_added_tokens=True):
             raise ValueError("its vocabulary is empty")
+        if missing := self._missing_bytes():
+            raise ValueError(f"{missing} of the 256 bytes are not in it: text would be lost")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -123,6 +125,12 @@ class Tokenizer:
     @cached_property
     def is_byte_level(self) -> bool:
         return (json.loads(self.content).get("decoder") or {}).get("type") == "ByteLevel"
+
+    def _missing_bytes(self) -> int:
+        """Of a byte-level vocabulary; the library drops what it cannot spell without a word."""
+        if not self.is_byte_level or json.loads(self.content)["model"].get("unk_token"):
+            return 0
+        return len(BYTE_OF_LETTER.keys() - self._plain.get_vocab(with_added_tokens=True).keys())
 
     @cached_property
     def bos(self) -> int:

@@ -134,7 +134,7 @@ def _texts(pairs: Sequence[Pair], place_a: int, place_b: int) -> dict[str, Any]:
 
 
 def _at(by_depth: Sequence[float | None] | None, place: int) -> float:
-    value = by_depth and by_depth[place]
+    value = by_depth[place] if by_depth else None
     if value is None:
         raise ConfigError(
             "loops: at this depth a model had no predictions to compare. Choose fewer by --loops."

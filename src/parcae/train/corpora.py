@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.data.corpus import find_files, read_documents
+from parcae.data.corpus import SPLITS, find_files, read_documents
 from parcae.data.encoding import Preparation
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
 from parcae.data.prepare import prepare
@@ -25,6 +25,8 @@ from parcae.train.settings import Recipe
 
 TOKENIZER_CHARACTERS = 200_000_000
 TOKENIZER_FILE = "tokenizer.json"
+WORTH_SAYING_BYTES = 1 << 30
+"""Of shards to check: less takes a moment."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,24 @@ class Corpora:
                 packing=recipe.data.packing,
                 split_long=recipe.data.split_long,
             )
+
+    def verify(self, rank: int, processes: int, say: Callable[[str], None]) -> None:
+        """Read every shard, each process its part; an error names the first that is damaged."""
+        manifests = {folder: read_manifest(folder) for folder in self.folders}
+        stores = [
+            Shards.open(folder, split)
+            for folder, manifest in manifests.items()
+            for split in SPLITS
+            if manifest["shards"][split]
+        ]
+        size = sum(record.bytes for store in stores for record in store.records)
+        if size >= WORTH_SAYING_BYTES:
+            say(
+                f"Checking {console.short(size)}B of shards (data.verify = false leaves it out) ..."
+            )
+        for store in stores:
+            for _ in store.verify(rank, processes):
+                pass
 
     def bytes_of_token(self) -> Tensor | None:
         """For bits per byte; None where the tokenizer's entries are not bytes."""

@@ -22,7 +22,7 @@ RECIPE_FILE = "recipe.toml"
 RESULT_FILE = "result.json"
 HEADER = "# Every setting of this run, resolved; written by parcae.\n"
 FREE_TO_CHANGE = {
-    "data": {"prefetch"},
+    "data": {"prefetch", "verify"},
     "run": {
         "device",
         "parallel",

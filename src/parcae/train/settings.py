@@ -57,6 +57,9 @@ class DataConfig:
     packing: Literal["best-fit", "concatenate"] = "best-fit"
     split_long: bool = False
     prefetch: int = 2
+    verify: bool = True
+    """Check the sums of all shards before the first step: what a disk has changed since would be
+    trained on."""
 
     def __post_init__(self) -> None:
         check_types(self, "data.")
@@ -210,6 +213,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_types(self, "run.")
         _not_negative(self, "run.", "seed", "validate_every", "telemetry_every", "checkpoint_every")
+        remedy = "Use less than 2**63."
+        require(self.seed < 1 << 63, "run.seed", f"{self.seed} is out of range", remedy)
         check_positive(self, "run.", "validation_rows", "telemetry_rows", "keep_last")
         check_positive(self, "run.", "sample_tokens", "bad_steps_in_a_row")
         for depth in self.validation_depths:

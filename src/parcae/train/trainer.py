@@ -25,7 +25,7 @@ from parcae.recipe import plain
 from parcae.train import folder as run_folder
 from parcae.train.budget import flops_per_step, tokens_per_step
 from parcae.train.checkpoint import Checkpoints
-from parcae.train.corpora import open_corpora
+from parcae.train.corpora import Corpora, open_corpora
 from parcae.train.determinism import deterministic
 from parcae.train.display import Display, clock
 from parcae.train.distributed import Processes, processes
@@ -54,13 +54,25 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
             except (ConfigError, FileError) as error:
                 problem = error
         workers.share(problem)
-        learner = Learner(recipe, workers, open_corpora(recipe, out))
+        corpora = open_corpora(recipe, out)
+        if recipe.data.verify:
+            workers.share(_damage(corpora, workers, display))
+        learner = Learner(recipe, workers, corpora)
         stack.callback(learner.close)
         run = Run(recipe, out, workers, learner, display)
         stack.callback(run.close)
         if resume:
             run.resume()
         return run.go()
+
+
+def _damage(corpora: Corpora, workers: Processes, display: Display) -> FileError | None:
+    """What is wrong with this process's part of the shards, if anything."""
+    try:
+        corpora.verify(workers.rank, workers.size, display.say)
+    except FileError as error:
+        return error
+    return None
 
 
 class Run:
