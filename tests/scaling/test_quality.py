@@ -71,6 +71,12 @@ def test_a_term_that_explains_nothing_is_told():
     assert "Y and y are not identified" in said
 
 
+def test_a_floor_that_went_to_zero_is_told():
+    found = fit(TRAINING, grid()[0], QUICK)
+    said = " ".join(warnings(replace(found, values={**found.values, "E": 1e-8}), None))
+    assert "E went to zero" in said
+
+
 def test_a_flat_optimum_is_told():
     found = fit(TRAINING, grid()[0], QUICK)
     flat = replace(found, values={**found.values, "x": 1e-9, "X": 0.4})  # as good as a second floor

@@ -90,6 +90,12 @@ def warnings(found: Fit, draws: Draws | None) -> list[str]:
                 f"{name}: the term {decay.amplitude} is nowhere above {share:.1g} of the loss, so "
                 f"{decay.amplitude} and {decay.rate} are not identified."
             )
+    floor = found.law.floor
+    if floor is not None and found.values[floor] < NEGLIGIBLE * found.points.loss.min():
+        said.append(
+            f"{name}: {floor} went to zero: these runs are too far from any floor to tell it, and "
+            "the other terms took its place. Trust predictions near the grid, not the parameters."
+        )
     if draws is not None:
         amplitudes = {decay.amplitude for decay in found.law.decays}
         for parameter in found.law.parameters:
