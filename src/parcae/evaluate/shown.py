@@ -30,6 +30,7 @@ MEASURES = {
     "accuracy": "accuracy",
 }
 PERCENT = {"accuracy"}
+PANELS_IN_A_ROW = 3
 
 
 def tables(result: Tree, published: Mapping[str, Scores]) -> Iterator[Table]:
@@ -100,9 +101,12 @@ def picture(result: Tree, path: Path, published: Mapping[str, Scores]) -> Path |
     panels = [panel for panel in _panels(result) if len(panel[2]) > 1]
     if not panels or not result["looped"]:
         return None
-    with draw.figure(1, len(panels), width=4.2, height=3.4) as (canvas, axes):
-        for place, (title, unit, points, spread) in enumerate(panels):
-            axis = axes[place] if len(panels) > 1 else axes
+    columns = min(len(panels), PANELS_IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    with draw.figure(rows, columns, width=4.2, height=3.4) as (canvas, _):
+        for spare in canvas.axes[len(panels) :]:
+            spare.remove()
+        for axis, (title, unit, points, spread) in zip(canvas.axes, panels, strict=True):
             loops, values = list(points), list(points.values())
             axis.errorbar(loops, values, yerr=spread, marker="o", capsize=3)
             axis.set(title=title, xlabel="loops T", ylabel=unit)
@@ -163,7 +167,7 @@ def _with_deviation(at: Tree | None) -> str:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f}"
+    return "–" if value is None else f"{round(100 * value, 1) + 0.0:.1f}"  # no -0.0
 
 
 def _measure(measure: str, at: Tree | None) -> str:
