@@ -11,7 +11,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 $(RUNS): pyproject.toml
-	@echo "Installing parcae and what it needs into $(VENV): about a minute, a few with a slow network ..."
+	@echo "Installing parcae and what it needs into $(VENV): 1.3 GB; about two minutes, more with a slow network ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $(RUNS)

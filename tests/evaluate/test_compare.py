@@ -156,6 +156,10 @@ def test_folders_that_are_no_evaluation(tmp_path):
         read_evaluation(tmp_path)
     folder = evaluation(tmp_path / "a", [question(0, 1, 1)])
     assert read_evaluation(folder).items["copa"][Key("d0", 1234, 0)].credit == [1, 1]
+    run = tmp_path / "run"  # which has a result.json of its own
+    evaluation(run / "evaluation", [question(0, 1, 1)])
+    (run / "result.json").write_text("{}")
+    assert read_evaluation(run).folder == run / "evaluation"
     write_sealed(folder / "settings.json", {"loops": [1, 2]})
     with pytest.raises(FileError, match="not that of the items beside it"):
         read_evaluation(folder)

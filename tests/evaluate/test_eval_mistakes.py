@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from evaluation_fixtures import WORDS, write_lines
-from parcae import cli
+from parcae import cli, console
+from parcae.commands.eval import fitting
 from parcae.evaluate.icl import Questions
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
@@ -169,3 +170,32 @@ def test_unreadable_published_scores_are_left_out(tmp_path):
     path = tmp_path / "openai-community-gpt2.csv"
     path.write_bytes(b"Task,Accuracy,Centered\n\xff\xfe,x\nCORE,,0.25\n")
     assert published_scores(tmp_path) == {"GPT-2": {"CORE": 0.25}}
+
+
+def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert cli.main(["eval", "runs/smok"]) == 2
+    assert "runs/smok: no such folder" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_items_binds_nobody(checkpoint, task_folder, tmp_path):
+    """Held-out rows of a run leave no items, so another list of depths is no contradiction."""
+    Samples(tmp_path, {"loops": [1, 2, 4]})
+    words = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
+    assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
+
+
+def test_published_scores_give_way_on_a_narrow_terminal(monkeypatch):
+    result = {
+        "looped": True,
+        "suites": {"core": {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0}},
+    }
+    core = result["suites"]["core"]
+    core |= {"tasks_wanted": 1, "tasks": {"copa": None}, "by_loops": {"1": None}}
+    published = {"GPT-2": {"copa": 0.2}, "GPT-2 medium": {"copa": 0.3}}
+    for width, columns in ((200, 6), (60, 5), (20, 4)):
+        monkeypatch.setattr(console.out, "_width", width)
+        monkeypatch.setattr(type(console.out), "is_terminal", True)
+        (table,) = fitting(result, published)
+        assert len(table.columns) == columns

@@ -153,6 +153,10 @@ def test_what_was_not_fitted_says_why(model):
         predict.recommend(bare, 1e19)
 
 
+def test_a_fit_may_be_named_by_its_folder(path, study):
+    assert read_fit(path.parent).keys() == read_fit(path).keys()
+
+
 def test_a_model_is_chosen_or_named(path):
     models = read_fit(path)
     assert choose_model(models, None).model == "parcae-370m"

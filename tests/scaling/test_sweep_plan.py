@@ -170,6 +170,11 @@ def test_wrong_words_are_told_before_anything_runs(words, message, tmp_path, cap
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_sweep_that_is_not_there_is_told(tmp_path, capsys):
+    assert main(["sweep", str(tmp_path / "none")]) == 2
+    assert "no such file. Give a recipe, or the folder of a sweep" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(write_toml(RECIPE))

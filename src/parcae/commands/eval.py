@@ -102,6 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         console.err.print("The model has no loop: --loops changes nothing.", highlight=False)
     out = arguments.out or _default_folder(arguments.checkpoint)
     start = time.monotonic()
+    at = f", T = {', '.join(map(str, scorer.depths))}" if scorer.is_looped else ""
+    console.err.print(f"{scorer.name}{at}", markup=False, highlight=False, soft_wrap=True)
     with exclusive(out):
         if arguments.again:
             _drop_results(out)
@@ -136,6 +138,14 @@ def _evaluate(
     choices = Choices(
         arguments.eval_data or Path(), tuple(seeds or SEEDS), arguments.limit, arguments.baselines
     )
+    settings = {
+        "format": 2,
+        "model": scorer.identity,
+        "state": arguments.state,
+        "context length": scorer.context_length,
+        "loops": list(scorer.depths),
+    }
+    samples = Samples(out, settings, arguments.again)
     others = [name for name in names if name != "val"]
     suites: dict[str, Suite] = {name: open_suite(name, choices, scorer) for name in others}
     held_out = None
@@ -146,14 +156,6 @@ def _evaluate(
             held_out = measure_held_out(arguments.checkpoint, arguments.limit, scorer)
         else:
             suites["val"] = open_held_out(arguments.val_data, arguments.limit, scorer)
-    settings = {
-        "format": 2,
-        "model": scorer.identity,
-        "state": arguments.state,
-        "context length": scorer.context_length,
-        "loops": list(scorer.depths),
-    }
-    samples = Samples(out, settings, arguments.again)
     _score(suites, scorer, samples)
     found = {name: suite.result(samples, scorer.depths) for name, suite in suites.items()}
     if held_out is not None:
@@ -194,21 +196,35 @@ def _score(suites: dict[str, Suite], scorer: Scorer, samples: Samples) -> None:
             label = job.name if job.seed is None else f"{job.name}, seed {job.seed}"
             display.reset(bar, description=label, total=len(job))
             run(job, scorer, samples, report)
+            if not console.err.is_terminal:
+                console.err.print(f"{label}: {len(job)} scored", markup=False, highlight=False)
     samples.tidy()
 
 
 def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> Path | None:
     from parcae import console
     from parcae.evaluate.published import published_scores
-    from parcae.evaluate.shown import picture, tables
+    from parcae.evaluate.shown import picture
 
     folder = arguments.eval_data
     published = {} if folder is None else published_scores(folder, arguments.baselines)
     if not arguments.json:
-        for table in tables(result, published):
+        for table in fitting(result, published):
             console.out.print(table)
         _notes(result)
     return picture(result, out / "scores.png", published)
+
+
+def fitting(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
+    """With as many of the published rows beside ours as the terminal has room for."""
+    from parcae import console
+    from parcae.evaluate.shown import tables
+
+    for count in range(len(published), -1, -1):
+        made = list(tables(result, dict(list(published.items())[:count])))
+        if all(console.out.measure(table).maximum <= console.out.width for table in made):
+            break
+    return made
 
 
 def _notes(result: dict[str, Any]) -> None:
@@ -245,7 +261,7 @@ def _check_data(arguments: argparse.Namespace, names: list[str]) -> None:
     require(
         arguments.eval_data is not None or not names,
         "eval-data",
-        f"{', '.join(names)} need the tasks' files",
+        f"the tasks' files are needed for {', '.join(names)}",
         "Name their folder by --eval-data; `parcae data download core --out FOLDER` fetches one.",
     )
 

@@ -43,7 +43,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from parcae.config import require
     from parcae.files import exclusive, write_text
-    from parcae.scaling.result import write_fit
+    from parcae.scaling.result import FIT_FILE, write_fit
     from parcae.scaling.study import Effort, run_study
     from parcae.scaling.summary import markdown
     from parcae.scaling.table import read_table
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = out or Path("out/fit")
     with exclusive(out), _steps(table) as step:
         study = run_study(table, effort, step)
-        write_fit(out / "fit.json", study.tree())
+        write_fit(out / FIT_FILE, study.tree())
         pictures = [] if arguments.no_figures else _draw(study, out, step)
         write_text(out / "summary.md", markdown(study, pictures))
     _tell(study, out, pictures)

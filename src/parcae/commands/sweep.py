@@ -105,6 +105,8 @@ def _planned(
                 f"the recipe, the grid and --out {source}."
             )
         return folder.read_plan()
+    if not source.exists():
+        raise ConfigError(f"{source}: no such file. Give a recipe, or the folder of a sweep.")
     if grid is None:
         raise ConfigError(
             "sweep: nothing varies. Give --budgets or --tokens and --loops, or --learning-rates, "

@@ -131,7 +131,7 @@ def show_plan(
     side = f"{workers} at a time" if workers > 1 else "one after another"
     total = sum(run.flops for run in left)
     text = f"To do: {len(left)} runs, {console.short(total)}FLOPs"
-    text += f", about {clock(wall)} {side}" if wall is not None and left else ""
+    text += f", about {clock(wall)}, {side}" if wall is not None and left else ""
     say(f"{text} (ETA: {guess.how}).")
     for line in warnings(runs):
         say(line)

@@ -56,7 +56,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     """Of its folder, or of the run or model it stands in."""
     folder = Path(folder)
     inside = folder / "evaluation"
-    if not (folder / RESULT).exists() and (inside / RESULT).exists():
+    if (inside / RESULT).exists():  # a run has a result of its own
         folder = inside
     if not (folder / RESULT).exists():
         raise FileError(f"{folder / RESULT}: no such file. {REMEDY}")

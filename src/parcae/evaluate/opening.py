@@ -74,10 +74,12 @@ def _check_device(device: str | torch.device) -> None:
 
 
 def is_foreign(name: str | Path) -> bool:
-    """A name such as owner/model where no such folder is, or a folder of another library."""
+    """A name such as owner/model where no such folder is, or a folder of another library. Where
+    there is a folder `owner`, a mistyped path is likelier."""
     path = Path(name)
     if not path.exists():
-        return isinstance(name, str) and name.count("/") == 1 and not name.startswith((".", "/"))
+        is_name = isinstance(name, str) and name.count("/") == 1 and name[0] not in "./"
+        return is_name and not path.parent.is_dir()
     if not (path / CONFIG_FILE).is_file():
         return False
     config = read_json(path / CONFIG_FILE)

@@ -34,7 +34,7 @@ class Samples:
         if again:
             with writing(self.path):
                 self.path.unlink(missing_ok=True)
-        elif (folder / SETTINGS).exists():
+        elif (folder / SETTINGS).exists() and self.path.exists():
             before = read_sealed(folder / SETTINGS, remedy)
             if changed := sorted(k for k in settings if settings[k] != before.get(k)):
                 raise FileError(

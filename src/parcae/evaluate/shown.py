@@ -174,4 +174,6 @@ def _measure(measure: str, at: Tree | None) -> str:
     value = None if at is None else at.get(measure)
     if value is None:
         return "–"
-    return f"{100 * value:.1f} %" if measure in PERCENT else f"{value:,.3f}"
+    if measure in PERCENT:
+        return f"{100 * value:.1f} %"
+    return f"{value:,.3f}" if value < 1e6 else f"{value:.3g}"

@@ -21,6 +21,7 @@ from parcae.scaling.quality import Quality
 from parcae.scaling.shape import Shape
 
 FORMAT = 1
+FIT_FILE = "fit.json"
 DIGITS = 9
 """Of a draw's parameters: far below the spread of the draws."""
 AGAIN = "Write it anew with `parcae fit`."
@@ -80,7 +81,9 @@ def write_fit(path: str | Path, tree: dict[str, Any]) -> None:
 
 
 def read_fit(path: str | Path) -> dict[str, FittedModel]:
-    """The models of a fit.json by name."""
+    """The models of a fit.json, or of the folder it lies in, by name."""
+    path = Path(path)
+    path = path / FIT_FILE if path.is_dir() else path
     tree = read_sealed(path, AGAIN)
     if tree.get("format") != FORMAT:
         raise FileError(f"{path}: of format {tree.get('format')!r}, not {FORMAT}. {AGAIN}")

@@ -139,7 +139,16 @@ def _fixed_depth(several: list[ModelStudy]) -> View:
                     _estimate(row.law_loss, 4),
                 )
             )
-    columns = ("model", "FLOPs", "best μ run", "loss", "at fixed depth", "gain", "law's μ*", "loss")
+    columns = (
+        "model",
+        "FLOPs",
+        "best μ run",
+        "loss",
+        "at fixed depth",
+        "gain",
+        "law's μ*",
+        "its loss",
+    )
     return View("Looping against fixed depth", columns, rows)
 
 
