@@ -220,11 +220,14 @@ def fitting(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
     from parcae import console
     from parcae.evaluate.shown import tables
 
-    for count in range(len(published), -1, -1):
-        made = list(tables(result, dict(list(published.items())[:count])))
-        if all(console.out.measure(table).maximum <= console.out.width for table in made):
-            break
-    return made
+    unbounded = console.out.options.update(width=10_000)
+    names = list(published)
+    while True:
+        made = list(tables(result, {name: published[name] for name in names}))
+        wanted = max(console.out.measure(table, options=unbounded).maximum for table in made)
+        if wanted <= console.out.width or not names:
+            return made
+        names.pop()
 
 
 def _notes(result: dict[str, Any]) -> None:
