@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
+# Two files of tests at a time, each on one thread: threads of two processes would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: demo test check bench lint types clean help
 
@@ -26,10 +28,10 @@ demo: $(RUNS)  ## see what looping does, in a picture; AGAIN=1 trains anew
 	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 
 test: $(STAMP) lint types  ## every test
-	$(BIN)/python -m pytest --durations=25
+	$(PYTEST) --durations=25
 
 check: $(STAMP) lint types  ## lint, types and the fast tests: under two minutes
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -75,7 +75,7 @@ def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
 
 
 def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["eval", "nobody/nothing", "--out", str(tmp_path)]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
     assert not is_foreign(tmp_path)
