@@ -76,8 +76,8 @@ class Watch:
         self.active[job.name] = self._before[job.name]
         again = f", attempt {attempt}" if attempt > 1 else ""
         at = steps_behind(job.run)
-        goes_on = f" (goes on after step {at}{again})" if at else again
-        self.say(f"started   {job.name}{goes_on}{self._outlook()}")
+        behind = f" (had come to step {at}{again})" if at else again
+        self.say(f"started   {job.name}{behind}{self._outlook()}")
 
     def ended(self, job: Job, failure: str | None) -> None:
         self.active.pop(job.name, None)
