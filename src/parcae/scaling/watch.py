@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn
 
 from parcae import console
 from parcae.scaling.launch import Job
@@ -21,7 +20,7 @@ ENOUGH = 0.01
 """Share of the work after which the time left is told from the pace so far."""
 
 
-class Watch:
+class Watch(console.LiveBar):
     def __init__(
         self,
         folder: SweepFolder,
@@ -32,6 +31,7 @@ class Watch:
         clock_: Callable[[], float] = time.monotonic,
     ) -> None:
         """`weights`: how long each run of `to_do` takes, in any unit; `expected`: all, seconds."""
+        super().__init__(TextColumn("[cyan]{task.fields[left]}"))
         self.folder, self.runs = folder, runs
         self.to_do = {run.name: run for run in to_do}
         self.weights, self.expected = weights, expected
@@ -42,34 +42,7 @@ class Watch:
         self._clock, self._started = clock_, clock_()
         self._looked = 0.0
         self._before: dict[str, float] = {run.name: self._share(run) for run in to_do}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("[cyan]{task.fields[left]}"),
-            console=console.out,
-            refresh_per_second=2,
-            disable=not console.out.is_terminal,
-        )
         self._task = self._progress.add_task("", total=1.0, left="")
-
-    def __enter__(self) -> Watch:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def say(self, words: str) -> None:
-        self._progress.console.print(
-            words, highlight=False, soft_wrap=True, markup=False, emoji=False
-        )
 
     def started(self, job: Job, attempt: int) -> None:
         self.folder.begin(job.name)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from parcae import console
 
 SECONDS_BETWEEN_LINES = 10.0
-REFRESHES_PER_SECOND = 2
-"""Each takes some 1.5 ms from the thread that trains; the ten of `rich` would be 1.5 % of it."""
 
 
 class TimeLeft(ProgressColumn):
@@ -25,43 +22,13 @@ class TimeLeft(ProgressColumn):
         return Text("" if left is None else f"{clock(left)} left", style="cyan")
 
 
-class Display:
+class Display(console.LiveBar):
     """A bar on a terminal; elsewhere a line now and then. Only the first process shows one."""
 
     def __init__(self, shown: bool) -> None:
-        self.shown = shown
-        self._live = shown and console.out.is_terminal
+        super().__init__(TimeLeft(), TextColumn("[bold]{task.fields[numbers]}"), shown=shown)
         self._printed = -SECONDS_BETWEEN_LINES
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TimeLeft(),
-            TextColumn("[bold]{task.fields[numbers]}"),
-            console=console.out,
-            refresh_per_second=REFRESHES_PER_SECOND,
-            disable=not self._live,
-        )
         self._task = self._progress.add_task("training", total=1.0, numbers="")
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def say(self, words: str) -> None:
-        if self.shown:
-            self._progress.console.print(
-                words, highlight=False, soft_wrap=True, markup=False, emoji=False
-            )
 
     def update(self, step: int, done: float, seconds: float, numbers: Mapping[str, Any]) -> None:
         """`done` is the share of the run that lies behind."""
