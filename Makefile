@@ -5,9 +5,11 @@ BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
 # Two files of tests at a time, each on one thread: threads of two processes would wait for each other.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Types are checked while tests run: one thread, for most of a minute.
+BESIDE := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test check bench lint types clean help
+.PHONY: demo test check bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -27,10 +29,16 @@ demo: $(RUNS)  ## see what looping does, in a picture; AGAIN=1 trains anew
 	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--again)
 	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
 
-test: $(STAMP) lint types  ## every test
+test: $(STAMP) lint  ## lint, types and every test: under twenty minutes
+	$(BESIDE) all-tests
+
+check: $(STAMP) lint  ## lint, types and the fast tests: under two minutes
+	$(BESIDE) fast-tests
+
+all-tests: $(STAMP)
 	$(PYTEST) --durations=25
 
-check: $(STAMP) lint types  ## lint, types and the fast tests: under two minutes
+fast-tests: $(STAMP)
 	$(PYTEST) -m 'not slow'
 
 lint: $(STAMP)

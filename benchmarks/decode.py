@@ -90,7 +90,8 @@ class Transformers:
     NEW = 9
 
     def __init__(self, config, loops: int, context: int) -> None:
-        from transformers import GPT2Config, GPT2LMHeadModel  # pyright: ignore
+        from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+        from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel  # pyright: ignore
 
         layers = config.prelude_layers + loops * config.core_layers + config.coda_layers
         shape = GPT2Config(

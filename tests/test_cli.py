@@ -127,6 +127,7 @@ def test_an_error_of_a_recipe_names_its_file_and_one_of_a_flag_does_not(capsys, 
     assert "parcae: model.widht: no such key." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error():
     command = f"{sys.executable} -m parcae presets --json | head -1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

@@ -8,15 +8,22 @@ import sys
 
 import pytest
 
+# Straight from the C library: a small block that lands above the large ones would pin them in
+# either case, and whether one does is chance.
 PAGE_FAULTS = """
-import resource, torch
+import ctypes, resource
 from parcae.cpu import keep_freed_memory
 {setting}
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-def step(): [torch.ones(4 << 20) for _ in range(20)]
-step()
+def step():
+    blocks = [libc.malloc(16 << 20) for _ in range(20)]
+    for block in blocks: ctypes.memset(block, 1, 16 << 20)
+    for block in reversed(blocks): libc.free(ctypes.c_void_p(block))
+for _ in range(3): step()
 before = faults()
-for _ in range(20): step()
+for _ in range(5): step()
 print(faults() - before)
 """
 

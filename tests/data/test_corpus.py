@@ -294,6 +294,7 @@ def test_sources_that_are_not_there(tmp_path: Path) -> None:
         Reading(document_start="(")
 
 
+@pytest.mark.slow
 def test_builtin_is_the_library_alone_and_always_the_same() -> None:
     files = find_files(["builtin"])
     names = [file.name for file in files]

@@ -230,6 +230,7 @@ def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path:
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sample/10BT/1.parquet", "notes/few.jsonl"])
 def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, name: str) -> None:
     inside = str(Path(name).parent)
@@ -252,6 +253,7 @@ def test_a_file_damaged_here_is_fetched_anew(server: SmallHub, tmp_path: Path) -
     assert server.requests == [("sample/10BT/1.parquet", None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states_lengths", [True, False])
 @pytest.mark.parametrize("size", [19, 49_999, 200_000])
 def test_a_login_page_in_between(
@@ -291,6 +293,7 @@ def test_a_hub_that_cannot_be_reached(server: SmallHub, tmp_path: Path) -> None:
         fetch(server, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_connection_that_stays_broken(server: SmallHub, tmp_path: Path) -> None:
     server.drop_after = [0] * 50
     with pytest.raises(FileError, match=r"0\.parquet: the hub cannot be reached"):

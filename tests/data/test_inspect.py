@@ -130,6 +130,7 @@ def test_long_documents_are_pointed_out(capsys):
     assert "Best fit drops" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[1], [5, 5, 5], [1, 100_000], [7, 8]])
 def test_any_lengths_can_be_drawn(lengths, tmp_path):
     path = draw_lengths(np.array(lengths), 513, tmp_path / "lengths.png")

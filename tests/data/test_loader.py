@@ -45,6 +45,7 @@ def test_rows_hold_whole_documents_but_for_the_last():
             assert any(document[: len(pieces[-1])] == pieces[-1] for document in known)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 60),
@@ -270,6 +271,7 @@ class FailingDocuments(InMemoryDocuments):
         return super().tokens(document)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_an_error_of_the_store_comes_out_and_no_batch_is_lost(prefetch):
     lists = [corpus().tokens(d) for d in range(300)]
@@ -294,6 +296,7 @@ def test_a_forgotten_loader_leaves_no_thread():
     assert not any(thread.name == "parcae-prefetch" for thread in threading.enumerate())
 
 
+@pytest.mark.slow
 def test_a_program_that_stops_early_ends():
     program = (
         "from parcae.data.documents import InMemoryDocuments\n"

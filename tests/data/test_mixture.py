@@ -2,12 +2,14 @@
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parcae.data.mixture import exact_weights, next_sources
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), st.integers(1, 400))
 def test_every_prefix_is_within_one_row(weights, rows):

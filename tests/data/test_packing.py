@@ -58,7 +58,8 @@ def problems(draw):
     return lengths, capacity, draw(st.integers(1, 30))
 
 
-@settings(max_examples=2000, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
 @given(problems())
 @example(([], 4, 2))
 @example(([1, 1, 1], 4, 2))
@@ -71,6 +72,7 @@ def test_best_fit_is_the_list_scan(problem):
     assert (packing.cropped_tokens, packing.leftover_tokens) == (cropped, leftover)
 
 
+@pytest.mark.slow
 def test_best_fit_is_the_list_scan_on_many_random_blocks():
     rng = np.random.default_rng(0)
     for _ in range(3000):
@@ -91,6 +93,7 @@ def test_best_fit_is_the_list_scan_at_full_size():
     assert (packing.cropped_tokens, packing.leftover_tokens) == (cropped, leftover)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(problems())
 @example(([], 4, 2))
@@ -105,6 +108,7 @@ def test_concatenation_is_the_flat_list(problem):
     assert packing.aligned_rows == sum(row[0][1] == 0 for row in rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.sampled_from(["best-fit", "concatenate"]))
 def test_every_token_is_accounted_for_and_every_row_is_full(problem, method):

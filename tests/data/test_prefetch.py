@@ -62,6 +62,7 @@ def test_stopping_early_ends_the_thread():
     assert threads() == 0
 
 
+@pytest.mark.slow
 def test_forgetting_the_stream_ends_the_thread():
     stream = prefetched(iter(range(10**9)), 2)
     next(stream)

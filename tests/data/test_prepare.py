@@ -103,6 +103,7 @@ def test_on_the_fly_gives_the_same_documents(
         tokenise(work_on(source, tokenizer, validation_fraction=0.0), "validation")
 
 
+@pytest.mark.slow
 def test_splits_never_share_a_text_and_do_not_move(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
@@ -135,6 +136,7 @@ def test_validation_files_are_held_out_wherever_else_they_stand(
     assert manifest["skipped"] == {"empty": 6, "held_out": dropped}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit_validation", [False, True])
 def test_stopped_at_every_write_it_goes_on(
     tmp_path: Path,
@@ -251,6 +253,7 @@ class SmallDisk:
         return written
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +333,7 @@ def test_settings_are_checked(source: Path, tokenizer: Tokenizer) -> None:
         work_on(source, tokenizer, shard_tokens=0)
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_takes_32_bits(tmp_path: Path, source: Path) -> None:
     big = train(["text"], 260)
     tree = json.loads(big.content)

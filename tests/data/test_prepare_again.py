@@ -52,6 +52,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_part_is_made_again_when_the_run_goes_on(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, damage: str
@@ -72,6 +73,7 @@ def test_a_damaged_part_is_made_again_when_the_run_goes_on(
     assert contents(folder) == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "deleted"])
 def test_a_finished_folder_is_looked_at_again(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, damage: str
@@ -87,6 +89,7 @@ def test_a_finished_folder_is_looked_at_again(
     prepare(work, folder)
 
 
+@pytest.mark.slow
 def test_a_shard_lost_during_the_run_is_noticed(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
@@ -103,6 +106,7 @@ def test_a_shard_lost_during_the_run_is_noticed(
     assert contents(folder) == contents(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_during_the_run(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
@@ -141,6 +145,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path, source: Path, tokenizer:
     assert {name: (folder / name).read_text() for name in mine} == mine
 
 
+@pytest.mark.slow
 def test_what_a_kill_leaves_in_a_new_folder_is_ours(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
@@ -152,6 +157,7 @@ def test_what_a_kill_leaves_in_a_new_folder_is_ours(
     assert not list(folder.glob(".*.tmp"))
 
 
+@pytest.mark.slow
 def test_the_output_is_no_source(tmp_path: Path, source: Path, tokenizer: Tokenizer) -> None:
     work = work_on(source, tokenizer)
     for inside in (source, source / "out", source / "deep/out"):

@@ -63,7 +63,8 @@ def folder(tmp_path: Path) -> Path:
 documents_lists = st.lists(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=9), max_size=9)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
 @given(parts=st.lists(documents_lists, max_size=4), dtype=st.sampled_from(["<u2", "<u4"]))
 def test_documents_come_back(
     tmp_path_factory: pytest.TempPathFactory, parts: list[list[list[int]]], dtype: str
@@ -168,6 +169,7 @@ def test_folders_that_hold_no_shards(folder: Path, tmp_path: Path) -> None:
         Shards.open(folder)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_manifest_is_noticed(folder: Path) -> None:
     path = folder / "manifest.json"
     data = path.read_bytes()

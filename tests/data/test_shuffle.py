@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 from parcae.data.shuffle import key, permute
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
 def test_it_is_a_permutation(count, some_key):
@@ -32,6 +33,7 @@ def test_hundreds_of_millions_need_no_table():
     assert abs(sent.mean() / count - 0.5) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "draws"), [(2, 400), (3, 1200), (4, 2000), (5, 3000)])
 def test_small_permutations_are_all_equally_likely(count, draws):
     seen = Counter(tuple(permute(np.arange(count), count, key(n, "x"))) for n in range(draws))

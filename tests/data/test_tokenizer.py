@@ -54,6 +54,7 @@ def any_text() -> st.SearchStrategy[str]:
     return st.one_of(st.text(st.characters(exclude_categories=["Cs"])), lively)
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None)
 @given(text=any_text())
 @example(text="".join(AWKWARD))
@@ -64,6 +65,7 @@ def test_every_string_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.bytes_per_token()[ids].sum() == len(text.encode())
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, deadline=None)
 @given(text=any_text(), usual=st.integers(1, 12))
 def test_pieces_give_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, usual: int) -> None:
@@ -76,6 +78,7 @@ def test_pieces_give_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, usual
     assert together == plain.encode(text).ids
 
 
+@pytest.mark.slow
 def test_long_real_text_in_pieces_gives_the_ids_of_the_whole(tokenizer: Tokenizer) -> None:
     text = "".join(training_texts())
     assert len(list(safe_pieces(text))) > 20
@@ -84,6 +87,7 @@ def test_long_real_text_in_pieces_gives_the_ids_of_the_whole(tokenizer: Tokenize
     assert tokenizer.encode(text) == plain.encode(text).ids
 
 
+@pytest.mark.slow
 def test_a_run_without_a_safe_place_is_cut_and_comes_back(tokenizer: Tokenizer) -> None:
     text = "x" * 300_000
     pieces = list(safe_pieces(text))
@@ -136,6 +140,7 @@ def test_the_split(tokenizer: Tokenizer) -> None:
         assert words(plain, "".join(expected)) == expected
 
 
+@pytest.mark.slow
 def test_training_twice_gives_the_same_file(tokenizer: Tokenizer) -> None:
     """In another process too, where hash seeds differ."""
     code = (

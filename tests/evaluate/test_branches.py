@@ -56,6 +56,7 @@ class NoTokenizer:
     sha256 = ""
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(several=st.lists(prompts(), min_size=1, max_size=5))
 def test_bundles_equal_each_sequence_alone(model, several):

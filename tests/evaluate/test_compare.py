@@ -197,6 +197,7 @@ def other_checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_agrees_with_the_results(
     checkpoint, other_checkpoint, task_folder, tmp_path, capsys
 ):

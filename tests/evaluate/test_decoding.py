@@ -34,6 +34,7 @@ def test_exact_decoding_has_the_loss_of_a_forward(kind):
     assert found.seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -32,6 +32,7 @@ def evaluate(checkpoint: Path, tasks: Path, out: Path, *words: str) -> dict:
     return json.loads((out / "result.json").read_text())
 
 
+@pytest.mark.slow
 def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tmp_path, capsys):
     result = evaluate(
         checkpoint, task_folder, tmp_path, "--suite", "core", "lambada,wikitext", "--loops", "1,2,4"
@@ -88,6 +89,7 @@ def test_the_other_baselines_are_named(checkpoint, task_folder, tmp_path):
     assert extended["tasks_wanted"] == 46
 
 
+@pytest.mark.slow
 def test_going_on_gives_what_one_run_gives(checkpoint, task_folder, tmp_path, scorer):
     """Half of the lines, the last one torn: the second start computes the rest."""
     words = ("--suite", "core", "lambada", "--loops", "1,2")

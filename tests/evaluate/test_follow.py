@@ -94,6 +94,7 @@ def test_a_model_that_predicts_nothing_is_named():
         follow(broken, TOKENS)
 
 
+@pytest.mark.slow
 def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
     picture = tmp_path / "deep" / "map.svg"
     words = ["depth", str(folder), "--loops", "5", "--out", str(picture), TEXT]
@@ -114,6 +115,7 @@ def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
         assert words in drawn
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tmp_path):
     picture = tmp_path / "map.png"
     assert main(["depth", str(folder), TEXT, "--out", str(picture)]) == 0
@@ -129,6 +131,7 @@ def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tm
     assert lines[-1] == f"wrote {picture}"
 
 
+@pytest.mark.slow
 def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
     """Of a model that is no run's, in out/: its folder is left as it is."""
     monkeypatch.chdir(tmp_path)
@@ -148,6 +151,7 @@ def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
     assert not (folder / "depth.png").exists()
 
 
+@pytest.mark.slow
 def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
     words = ["depth", str(folder), "price " * 50, "--json", "--out", str(tmp_path / "map.svg")]
     whole = len(TOKENIZER.encode("price " * 50))

@@ -47,6 +47,7 @@ def folder(request, small_tokenizer, tmp_path_factory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_every_sequence_as_alone(folder: Path):
     scorer = ForeignScorer.open(str(folder), batch_tokens=70)
     assert scorer.context_length == 48
@@ -65,6 +66,7 @@ def test_every_sequence_as_alone(folder: Path):
             assert torch.allclose(answer.nats[0].float(), nats, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
     assert is_foreign(folder)
     words = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]

@@ -27,6 +27,7 @@ def held_out(run, out, *words) -> dict:
     return json.loads((out / "result.json").read_text())["suites"]["val"]
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_as_it_validates(run, tmp_path):
     told = json.loads((run / "result.json").read_text())["validation"]
     found = held_out(run, tmp_path, "--loops", ",".join(told))

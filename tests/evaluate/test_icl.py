@@ -151,53 +151,34 @@ def test_every_task_as_one_at_a_time_without_cache(name, shared_data, model, tok
             assert record["credit"][place] == float(want.correct)
 
 
-class Guesser:
-    """Says anything: what a task is worth to who knows nothing."""
+def said(nats: float) -> Answer:
+    return Answer(torch.tensor([[nats]]).double(), torch.zeros(1, 1), torch.ones(1))
 
-    name = identity = "guesser"
-    depths = (1,)
-    is_looped = draws_state = False
-    context_length, batch_tokens, bos = 64, 1 << 30, 0
 
-    def __init__(self, equal: bool = False) -> None:
-        self.random = random.Random(5)
-        self.equal = equal
-
-    def encode(self, text: str) -> list[int]:
-        return [*text.encode()[-8:]]
-
-    def cost(self, prompt: Prompt) -> int:
-        return 1
-
-    def answer(self) -> Answer:
-        nats = 3.0 if self.equal else self.random.random()
-        return Answer(torch.tensor([[nats]]).double(), torch.zeros(1, 1), torch.ones(1))
-
-    def score(self, prompts, seeds=None):
-        return [[self.answer() for _ in prompt.sequences] for prompt in prompts]
+GUESSES = [said(0.001 * number) for number in range(1000)]
+"""What a task is worth to who knows nothing is found with any of these."""
 
 
 CHOICES = [task.name for task in core_extended() if task.kind != "language_modeling"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOICES)
 def test_random_scores_come_to_uniform_chance(name, shared_data):
-    asked = questions(name, shared_data)
-    for equal in (False, True):
-        guesser = Guesser(equal)
-        job = InContext(asked, SEEDS[0])
-        empty = Prompt((), (), ())
+    asked, dice = questions(name, shared_data), random.Random(5)
+    job, empty = InContext(asked, SEEDS[0]), Prompt((), (), ())
+
+    def accuracy(guesses: list[Answer]) -> float:
         records = [
-            job.record(i, empty, [guesser.answer() for _ in item.answers])
-            for i, item in enumerate(asked.items)
+            job.record(number, empty, dice.choices(guesses, k=len(item.answers)))
+            for number, item in enumerate(asked.items)
         ]
-        found = job.summarise(records, 0)
-        if equal:
-            assert found["accuracy"] == pytest.approx(asked.chance)
-        else:
-            chances = [1 / len(item.answers) for item in asked.items]
-            error = (sum(p * (1 - p) for p in chances) ** 0.5) / len(chances)
-            assert abs(found["accuracy"] - asked.chance) < 4 * error
+        return job.summarise(records, 0)["accuracy"]
+
+    assert accuracy(GUESSES[:1]) == pytest.approx(asked.chance)
+    chances = [1 / len(item.answers) for item in asked.items]
+    error = (sum(p * (1 - p) for p in chances) ** 0.5) / len(chances)
+    assert abs(accuracy(GUESSES) - asked.chance) < 4 * error
 
 
 def test_equal_scores_share_the_credit():

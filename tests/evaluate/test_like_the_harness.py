@@ -85,6 +85,7 @@ def words(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("puts_bos", [False, True], ids=["like gpt2", "like llama"])
 def test_models_of_others_begin_as_their_tokenizer_does(puts_bos, words: Path):
     tokenizer = transformers.PreTrainedTokenizerFast(

@@ -30,6 +30,7 @@ def test_windows_are_the_harness_ones(count, context):
     assert [t for w in found for t in w.tokens[-w.scored :]] == tokens
 
 
+@pytest.mark.slow
 def test_wikitext_is_cut_and_written_as_in_the_harness(shared_data: Path):
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 

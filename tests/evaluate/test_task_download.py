@@ -150,6 +150,7 @@ def test_a_version_of_somebody_else_is_kept(server, tasks, tmp_path):
     assert not server.requests
 
 
+@pytest.mark.slow
 def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
     files = of_tasks(tasks).files
     with pytest.raises(ConfigError, match=r"mirror: 'data/tasks' is not an address"):
@@ -203,6 +204,7 @@ def test_wrong_words(words, told, tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_states_what_the_files_are(shared_data):
     """Every file with a checksum, uncompressed."""
     folder = shared_data / "data"

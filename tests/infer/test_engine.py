@@ -30,6 +30,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return made
 
 
+@pytest.mark.slow
 def test_greedy_text_is_the_same_in_company_with_reuse_and_with_drafts():
     """200 prompts. Where the two best tokens are nearer than 1e-4 the texts may part; that is
     counted."""
@@ -51,6 +52,7 @@ def test_greedy_text_is_the_same_in_company_with_reuse_and_with_drafts():
         assert flips(model, prompt, made.tokens, oracle, 3) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_seed_is_a_text(seed):
     """Alone, in a batch, streamed, with drafts, by the plain sampler, and cut short and resumed."""

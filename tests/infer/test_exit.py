@@ -15,6 +15,7 @@ LOOPS = 6
 RULES = ["kl:0.02", "entropy:0.02", "state:0.35", "budget:2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "shared", "last:2", "first:3"])
 @pytest.mark.parametrize("rule", RULES)
 def test_exits_equal_the_oracle(rule, policy):
@@ -24,6 +25,7 @@ def test_exits_equal_the_oracle(rule, policy):
     check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=8, exit=rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rdm", "parcae-wide-state", "parcae-no-prelude"])
 @pytest.mark.parametrize("extrapolation", ["aitken", "anderson"])
 def test_exit_start_and_extrapolation_together(kind, extrapolation):
@@ -40,6 +42,7 @@ def test_the_rules_of_these_tests_stop_somewhere_in_between():
         assert 1 < sum(loops) / len(loops) < LOOPS, (rule, loops)
 
 
+@pytest.mark.slow
 def test_rules_loops_and_starts_of_a_batch_do_not_know_each_other():
     """Every kind of exit beside tokens without a rule, that end later than all that are watched."""
     model = model_of("parcae")

@@ -62,6 +62,7 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "options"),
     [

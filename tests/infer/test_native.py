@@ -47,6 +47,7 @@ def run(network, parts, limits, rules, policy, loops):
     return reached, cache
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
@@ -74,6 +75,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
@@ -125,6 +127,7 @@ def exits(network, rules, rows, limit=6, predict=None):
 MIXED = ["kl:0.02", None, "entropy:0.01", "state:0.3", "kl:0.2", "budget:3", "kl:0.0005"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("candidates", [19, 256])
 @pytest.mark.parametrize("kind", ["parcae-zoh", "rdm"])
@@ -239,6 +242,7 @@ Engine(model, layers="native")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -258,6 +262,7 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
     assert re.search(message, done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-grouped-heads"])

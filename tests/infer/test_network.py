@@ -48,6 +48,7 @@ def in_chunks(
     return [torch.cat(pieces) for pieces in found]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from(sorted(ALL_KINDS)),
@@ -89,6 +90,7 @@ def test_an_engine_predicts_what_a_forward_predicts(kind):
         assert [chance for _, chance in entry.alternatives] == pytest.approx(best, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["shared", "last:1", "last:2", "last:3", "first:1", "first:3"])
 @pytest.mark.parametrize("kind", ["parcae", "parcae-grouped-heads", "rdm", "addition"])
 def test_sharing_slots_equals_a_dictionary_of_slots(kind, policy):

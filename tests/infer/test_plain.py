@@ -13,6 +13,7 @@ from parcae.infer.plain import generate
 PROMPT = [5, 17, 80]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depths", [None, 1, 6])
 def test_greedy_is_the_argmax_of_a_forward(kind, depths):

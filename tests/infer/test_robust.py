@@ -33,6 +33,7 @@ def test_autocast_around_an_engine_changes_nothing(layers):
     assert list(long.tokens) == plain(model, [3] * 31, new_tokens=1, depths=3, temperature=0)
 
 
+@pytest.mark.slow
 def test_more_threads_than_at_first():
     model = model_of("parcae")
     engine, before = Engine(model), torch.get_num_threads()

@@ -87,6 +87,7 @@ def test_a_forbidden_token_is_never_drawn():
     assert chances.tolist() == [0.5, 0, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 1, 7, 700, 999, 1000, 2000])
 @pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.999999, 1.0])
 @pytest.mark.parametrize("min_p", [None, 0.0, 0.3, 1.0])

@@ -16,6 +16,7 @@ from parcae.infer.engine import Engine
 PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("draft_loops", "draft_tokens"), [(1, 1), (2, 4), (3, 7)])
 @pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-no-prelude"])
 def test_greedy_text_is_that_of_plain_decoding(kind, draft_loops, draft_tokens):
@@ -34,6 +35,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind, draft_loops, draft_tokens):
     assert sum(made.accepted for made in quick) < sum(made.drafted for made in quick)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_sampled_text_is_that_of_plain_decoding_token_for_token(seed):
     """So its distribution is too. Penalties look at drafted tokens like at any other."""

@@ -68,6 +68,7 @@ def test_a_parameter_without_a_rule_is_an_error():
         init_weights(model, model.config, torch.Generator())
 
 
+@pytest.mark.slow
 def test_building_a_model_does_not_import_the_compiler():
     """It would take longer than everything else that a command does before it begins."""
     script = (

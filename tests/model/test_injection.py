@@ -27,6 +27,7 @@ def exact_decay(log_A: float, dt_bias: float) -> float:
     return math.exp(-math.exp(min(log_A + log_step, 50.0)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(log_A=vectors, dt_bias=vectors, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("name", DISCRETISATIONS)
@@ -78,6 +79,7 @@ def linear_loop(injection, h, e, steps=STEPS):
     return h, largest
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     log_A=npst.arrays("float32", 8, elements=st.floats(-30, 30, width=32)),

@@ -15,6 +15,7 @@ def some_tokens(config, rows: int = 3, length: int = 7) -> torch.Tensor:
     return torch.randint(config.vocab_size, (rows, length), generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["zero", "like-init"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_of_a_forward(kind, state):

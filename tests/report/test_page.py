@@ -116,6 +116,7 @@ def test_figures_have_words_and_files(one):
     assert "[model.loop]\nmean_loops = 8" in reader.text
 
 
+@pytest.mark.slow
 def test_samples_of_two_runs_stand_side_by_side(tmp_path):
     folders = [fakes.looped_run(tmp_path / name) for name in ("a", "b")]
     content, _ = report(*folders, out=tmp_path / "two")
@@ -123,6 +124,7 @@ def test_samples_of_two_runs_stand_side_by_side(tmp_path):
     assert labels == [("a", "1"), ("b", "1"), ("a", "8"), ("b", "8")] * 2  # of two prompts
 
 
+@pytest.mark.slow
 def test_several_runs_are_compared(tmp_path):
     first = fakes.looped_run(tmp_path / "a/demo")
     second = fakes.looped_run(tmp_path / "b/demo", seed=1, optimiser={"lr": 0.004})
@@ -141,6 +143,7 @@ def test_several_runs_are_compared(tmp_path):
     assert any("baseline" in image["alt"] for image in reader.images)
 
 
+@pytest.mark.slow
 def test_a_transformer_has_no_loop_to_show(tmp_path):
     _, reader = report(fakes.transformer_run(tmp_path / "run"))
     assert "Inside the loop" not in reader.text
@@ -148,6 +151,7 @@ def test_a_transformer_has_no_loop_to_show(tmp_path):
     assert "3.5157" in reader.text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_a_single_step_and_nothing_else(tmp_path):
     line = fakes.train_line(1, 1, random.Random(0))
@@ -159,6 +163,7 @@ def test_a_single_step_and_nothing_else(tmp_path):
         assert absent not in reader.text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_only_events(tmp_path):
     event = {"kind": "event", "step": 0, "what": "resumed", "message": "from <step> 0"}
@@ -167,6 +172,7 @@ def test_only_events(tmp_path):
     assert reader.images == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_numbers_that_are_not_finite(tmp_path):
     noise = random.Random(0)
@@ -188,12 +194,14 @@ def test_numbers_that_are_not_finite(tmp_path):
     report(folder, fakes.looped_run(tmp_path / "_hidden"), out=tmp_path / "both")
 
 
+@pytest.mark.slow
 def test_many_runs_and_many_steps_stay_small(tmp_path):
     folders = [fakes.looped_run(tmp_path / f"run {i}", steps=300, seed=i) for i in range(10)]
     content, _ = report(*folders, out=tmp_path / "out")
     assert len(content) < 3_000_000
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fakes.transformer_run(tmp_path / "a")

@@ -24,6 +24,7 @@ def several():
     return [curve(loops, seed=loops) for loops in (4, 6, 8, 12)] + [curve(8, upto=16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", TEST_TIME, ids=lambda law: law.name)
 def test_every_curve_gets_the_least_squares_fit(law, several):
     for found in fit_curves(law, several):
@@ -49,6 +50,7 @@ def test_few_starts_find_what_many_find(several, monkeypatch):
         assert one.values == pytest.approx(other.values, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_an_exponential_curve_prefers_the_exponential(several):
     scores, fits = compare_forms(several)
     assert [score.law for score in scores] == list(TEST_TIME)

@@ -106,6 +106,7 @@ def test_a_single_t_is_refused_for_curves():
     assert "training" in one.laws
 
 
+@pytest.mark.slow
 def test_too_few_t_are_refused_for_curves():
     rows = [
         r for r in rows_of(test_loops=(1, 2, 4, 6, 8)) if r["test_loops"] in (1, r["mean_loops"])
@@ -139,6 +140,7 @@ def test_transformers_alone_are_refused():
         run_study(table_from_rows(rows))
 
 
+@pytest.mark.slow
 def test_curves_that_do_not_move_or_rise_are_told():
     rows = list(rows_of(test_loops=(1, 2, 4, 6, 8)))
     for r in rows:
@@ -157,6 +159,7 @@ def test_equal_losses_never_reach_a_fit():
         table_from_rows([{**r, "loss": 3.0} for r in rows_of()])
 
 
+@pytest.mark.slow
 def test_losses_that_never_change_are_no_law():
     """Also where those at other T do, or those of another model."""
     deep = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
@@ -177,6 +180,7 @@ def test_what_the_training_law_lacks_the_unified_one_lacks_too():
     assert study.forms
 
 
+@pytest.mark.slow
 def test_a_budget_without_a_loss_at_its_own_loops_is_passed_over():
     rows = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
     kept = [r for r in rows if r["flops"] > 1e18 or r["test_loops"] != r["mean_loops"]]
@@ -185,6 +189,7 @@ def test_a_budget_without_a_loss_at_its_own_loops_is_passed_over():
     assert [one.budget for one in study.fixed_depth] == [2e18, 4e18]
 
 
+@pytest.mark.slow
 def test_a_grid_of_learning_rates_is_not_taken_for_repeats():
     rows = [
         {**one, "run": f"{place}-{rate}", "learning_rate": rate, "loss": one["loss"] * (1 + rate)}

@@ -16,6 +16,8 @@ from parcae.scaling.study import Effort, run_study
 from parcae.scaling.summary import markdown
 from parcae.scaling.table import table_from_rows, write_table
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = "a|b $x_$ [red]c[/red] <img src=x onerror=alert(1)></script>"
 """As a model's name: no cell, no formula, no markup and no tag may come of it."""
 FIGURES = ("isoloss", "isoflop", "frontier", "test-time", "unified", "power-laws", "saturation")

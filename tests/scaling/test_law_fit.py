@@ -88,6 +88,7 @@ def test_coefficients_come_back_from_points_without_noise(model):
     assert found.objective < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", laws.CONDITIONINGS, ids=lambda law: law.name)
 def test_the_decay_comes_back_jointly_and_with_the_training_law_frozen(law):
     truth = {**paper.COEFFICIENTS["parcae-370m"], **paper.TEST_TIME}
@@ -106,6 +107,7 @@ def test_the_decay_comes_back_jointly_and_with_the_training_law_frozen(law):
         assert found.objective < 1e-9
 
 
+@pytest.mark.slow
 def test_halving_is_no_worse_than_following_every_start(grids, chinchilla):
     sets = [grids["training", "parcae-140m"], grids["unified", "parcae-370m"]]
     sets.append((laws.CHINCHILLA, chinchilla))

@@ -119,6 +119,7 @@ def test_rows_that_are_given_up_are_recorded_where_they_stood():
     assert not found.converged[~found.followed].any()
 
 
+@pytest.mark.slow
 def test_halving_follows_its_survivors_through_a_narrow_valley():
     """Few runs with errors beyond the Huber loss's delta: a measured curvature stops short here,
     two thousandths above the optimum."""

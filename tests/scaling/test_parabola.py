@@ -55,6 +55,7 @@ def test_three_points_make_no_parabola():
         fit_parabolas(where[few], loss[few], budget[few])
 
 
+@pytest.mark.slow
 def test_replicas_spread_as_the_noise_does():
     truth = 3 * (BUDGETS / 1e18) ** 0.4
     anew = [fit_parabolas(*curves(noise=2e-3, seed=seed)) for seed in range(300)]

@@ -17,6 +17,8 @@ from parcae.scaling.optimum import flops_for, frontier
 from parcae.scaling.result import choose_model, read_fit, write_fit
 from parcae.scaling.study import Effort, run_study
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def study():

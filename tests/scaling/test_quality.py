@@ -55,6 +55,7 @@ def test_good_data_give_no_warning():
     assert warnings(found, bootstrap(found, 60)) == []
 
 
+@pytest.mark.slow
 def test_noise_that_hides_the_law_is_told():
     found = fit(TRAINING, grid(noise=10.0)[0], QUICK)
     said = " ".join(warnings(found, bootstrap(found, 60)))

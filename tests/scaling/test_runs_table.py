@@ -24,6 +24,7 @@ def row(**changes):
 ROWS = [row(), row(test_loops=4, loss=2.9), row(mean_loops=4, effective_params=1.8e8, loss=2.8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_what_is_written_is_read(tmp_path, suffix):
     rows = [{**one, "note": f"a, {place}", "core": 1.5 + place} for place, one in enumerate(ROWS)]

@@ -99,6 +99,7 @@ def test_a_model_keeps_its_name_only_while_it_keeps_its_size():
     assert wide[1].model not in ("parcae-1m", wide[0].model)
 
 
+@pytest.mark.slow
 def test_the_estimate_follows_the_work_and_the_workers():
     tree = merge(RECIPE, {"run": {"validate_every": 0}})
     runs = plan_sweep(tree, Grid(flops=(1e12, 3e12), loops=(2,)))
@@ -111,6 +112,7 @@ def test_the_estimate_follows_the_work_and_the_workers():
     assert Estimate({}, "").wall(runs, 1) is None
 
 
+@pytest.mark.slow
 def test_steps_are_tried_where_no_speed_is_given():
     runs = plan_sweep(RECIPE, Grid(flops=(1e10,), loops=(1, 4)))
     guess = estimate(runs, threads=1)
@@ -175,6 +177,7 @@ def test_a_sweep_that_is_not_there_is_told(tmp_path, capsys):
     assert "no such file. Give a recipe, or the folder of a sweep" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(write_toml(RECIPE))

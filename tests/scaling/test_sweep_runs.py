@@ -21,6 +21,8 @@ from parcae.scaling.sweep_folder import SweepFolder
 from parcae.scaling.table import read_table
 from train import runs
 
+pytestmark = pytest.mark.slow
+
 SPEED = ("--utilisation", "0.4", "--device-flops", "1e10")
 """Given, so that tests do not try steps."""
 NAMES = [f"looped-68.16k-mu{loops}-1.5e9-flops" for loops in (1, 2)]

@@ -64,6 +64,7 @@ def gradients(model, depths):
     return output.loss.detach(), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same_bits(kind):
     model = randomised(KINDS[kind])

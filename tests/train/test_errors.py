@@ -190,6 +190,7 @@ def test_a_corpus_too_small_for_a_row(write, fails, tmp_path):
     assert "tokens do not fill one row of 17" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("documents", [0, 1])
 def test_without_enough_held_out_documents_a_run_works(documents, tmp_path, text, capsys):
     """None at all, or too few tokens for a single row: nothing fails in the middle of a run."""
@@ -293,6 +294,7 @@ def test_the_source_may_go_once_a_run_has_trained(write, text, tmp_path):
     assert cli.main(["train", "--resume", str(run)]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts", [[], [""], ["alpha", ""]])
 def test_empty_prompts(prompts, text, tmp_path):
     settings = {"sample_prompts": prompts, "sample_tokens": 3}

@@ -69,6 +69,7 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["loss", math.nan, math.inf])
 def test_a_bad_step_is_skipped_and_nothing_else(how, text, tmp_path, monkeypatch):
     if how == "loss":
@@ -90,6 +91,7 @@ def test_a_bad_step_is_skipped_and_nothing_else(how, text, tmp_path, monkeypatch
     assert math.isfinite(result["train_loss"])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_resumes_to_the_same_bits(text, tmp_path, monkeypatch, one_thread):
     poison(monkeypatch, {2, 4}, math.nan)
     recipe = runs.recipe(text, budget={"steps": 9})
@@ -116,6 +118,7 @@ def stop_after(monkeypatch, step):
     monkeypatch.setattr(Run, "_one_step", one_step)
 
 
+@pytest.mark.slow
 def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
     text, tmp_path, monkeypatch, capsys
 ):
@@ -259,6 +262,7 @@ def test_a_loss_that_stays_up_is_not_a_spike_for_ever():
     assert max(spikes) < 400
 
 
+@pytest.mark.slow
 def test_a_spike_in_a_run_is_logged(text, tmp_path, monkeypatch):
     real = Learner.take_step
 

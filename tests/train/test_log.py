@@ -166,6 +166,7 @@ def test_another_run_of_the_same_name_is_another_run(trackers, text, tmp_path):
     assert first["id"] != second["id"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_tracker_that_is_not_installed(name, text, tmp_path, monkeypatch, capsys):
     module = "torch.utils.tensorboard" if name == "tensorboard" else name

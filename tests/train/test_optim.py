@@ -72,6 +72,7 @@ def test_the_state_is_there_before_the_first_step_and_stays_the_same_tensors(kin
     assert all(t.any() for t in after.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMISERS)
 def test_a_state_copied_into_a_new_optimiser_continues_bit_for_bit(kind):
     config = OptimiserConfig(kind=kind, lr=1e-2, weight_decay=0.1)

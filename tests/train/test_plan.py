@@ -27,6 +27,7 @@ def recipe(**changes):
     return recipe_from_tree(merge(read_toml(SMOKE), changes))
 
 
+@pytest.mark.slow
 def test_numbers_of_a_small_run():
     found = plan(recipe(run={"device": "cpu"}), device_flops=1e9, utilisation=0.5)
     assert found.parameters == 254_720
@@ -38,6 +39,7 @@ def test_numbers_of_a_small_run():
     assert found.precision == "float32"
 
 
+@pytest.mark.slow
 def test_as_json(capsys):
     assert main(["plan", SMOKE, "--json", "--device-flops", "h100", "--budget.steps", "7"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -49,6 +51,7 @@ def test_as_json(capsys):
     assert found["memory"]["total"] == sum(parts.values())
 
 
+@pytest.mark.slow
 def test_what_the_clock_decides_is_unknown(capsys):
     arguments = ["plan", SMOKE, "--budget.steps", "none", "--budget.minutes", "90"]
     assert main([*arguments, "--json"]) == 0
@@ -84,6 +87,7 @@ def test_show_takes_a_recipe_for_training(capsys):
     assert "254,720" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_shards_shrink_what_is_sharded():
     wide = {"model": {"preset": "parcae-30m"}, "run": {"parallel": "fsdp"}}
     alone, split = (memory(recipe(**wide), torch.float32, 4, 1, devices=n) for n in (1, 8))
@@ -95,6 +99,7 @@ def test_shards_shrink_what_is_sharded():
     assert accumulating.gradients > alone.gradients > split.gradients
 
 
+@pytest.mark.slow
 def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     base = {"model": {"preset": "parcae-3m", "loop": {"mean_loops": 8}}}
     four, eight = (memory(recipe(**base), torch.float32, n, 1).activations for n in (4, 8))
@@ -105,6 +110,7 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     assert half.activations < 0.9 * four
 
 
+@pytest.mark.slow
 def test_checkpoint_on_disk(tmp_path):
     small = runs.recipe(runs.write_text(tmp_path), budget={"steps": 1})
     train(small, tmp_path / "run")

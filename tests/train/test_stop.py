@@ -64,6 +64,7 @@ def recipe_file(text, tmp_path):
     return recipe, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     how, recipe_file, tmp_path, one_thread
@@ -108,6 +109,7 @@ def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
     assert runs.weights(tmp_path / "run", 1)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
     (_, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
     process = start(["train", path, "--out", run], log, pause=0, stuck_at=4)

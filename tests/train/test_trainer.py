@@ -58,6 +58,7 @@ def test_budgets_come_to_steps(text):
     assert total_steps(with_budget(text, minutes=1)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tokens", "flops", "tokens_per_parameter"])
 def test_a_budget_is_spent(kind, text, tmp_path):
     model = runs.recipe(text).model
@@ -82,6 +83,7 @@ def cools_down_with_the_clock(run, minutes):
     return lines[-1][1]["muon"] < first
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock(text, tmp_path):
     """It ends near its time, its schedule at zero, and is validated although nothing else is."""
     recipe = with_budget(text, minutes=2 / 60)
@@ -101,6 +103,7 @@ def test_a_run_by_the_clock(text, tmp_path):
     assert again["validation"] == result["validation"]
 
 
+@pytest.mark.slow
 def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch):
     """Validation and telemetry take their time from the run, and it is still validated last."""
     monkeypatch.setattr(Run, "_look", lambda self: time.sleep(0.3))
@@ -111,6 +114,7 @@ def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch)
     assert result["validation"]
 
 
+@pytest.mark.slow
 def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
     for name, budget in {
         "free": {"steps": 12},
@@ -123,6 +127,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp_path, capsys):
     recipe = with_budget(text, steps=10**6, at_most_minutes=2 / 60)
     result = train(recipe, tmp_path / "run")
@@ -135,6 +140,7 @@ def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp
     assert f"the limit, after {result['steps']} of 1000000 steps" in said
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing(text, tmp_path):
     curves = []
     for rows in (1, 2, 4):
@@ -172,6 +178,7 @@ def observed(tmp_path_factory):
     return recipe, folder / "run", model, result
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_validation_is_what_the_checkpoint_gives(observed):
     recipe, run, model, result = observed
@@ -189,6 +196,7 @@ def test_validation_is_what_the_checkpoint_gives(observed):
         assert result["validation"][depth]["loss"] == loss
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_telemetry_is_what_the_public_forward_shows(observed):
     recipe, run, model, _ = observed
@@ -236,6 +244,7 @@ def mean_norm(x):
     return x.square().sum(-1).sqrt().mean().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_thread):
     recipe = runs.recipe(text, model=KINDS[kind], budget={"steps": 8})
@@ -264,6 +273,7 @@ def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_th
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_bfloat16_on_the_cpu(text, tmp_path):
     losses = {}
     for precision in ("float32", "bfloat16"):

@@ -199,11 +199,11 @@ def _standard_library() -> list[SourceFile]:
     """The running interpreter's own library and documentation topics."""
     root = Path(sysconfig.get_path("stdlib"))
     topics = root / "pydoc_data" / "topics.py"
-    sources = [
-        path
-        for path in root.rglob("*.py")
-        if path != topics and not NOT_LIBRARY.intersection(path.relative_to(root).parts)
-    ]
+    sources: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_LIBRARY]
+        sources += [Path(folder, name) for name in names if name.endswith(".py")]
+    sources = [path for path in sources if path != topics]
     if not sources:
         raise FileError(f"{root}: this Python came without its library's source. Name other files.")
     named = sorted((path.relative_to(root).as_posix(), path) for path in sources)

@@ -62,8 +62,9 @@ class ForeignScorer:
 
     @classmethod
     def open(cls, name: str, device: str | torch.device = "cpu", **options: Any) -> ForeignScorer:
-        try:
-            from transformers import AutoModelForCausalLM, AutoTokenizer
+        try:  # from where they are: the library's front door costs the type checker 20 seconds
+            from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+            from transformers.models.auto.tokenization_auto import AutoTokenizer
         except ImportError:
             raise ConfigError(
                 "other models need the library transformers: pip install 'parcae[hf]'."
