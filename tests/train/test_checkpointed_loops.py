@@ -20,7 +20,7 @@ from parcae.model import create
 
 carried, checkpointed = int(sys.argv[1]), sys.argv[2] == "checkpointed"
 loop = {"mean_loops": 12, "backprop_loops": carried, "sampler": "fixed"}
-model = create("parcae-10m", loop=loop)
+model = create("parcae-3m", loop=loop)
 if checkpointed:
     model.checkpoint_loops()
 tokens = torch.zeros(16, 128, dtype=torch.long)
