@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from parcae.cli import main
+from train import runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -20,31 +22,47 @@ SHORT_DEMO = "--budget.steps 6 --run.sample_tokens 4 --run.validation_rows 4"
 """Flags that let `make demo` take seconds, whose run later commands of a page may use."""
 
 
-def steps(page: Path) -> list[list[str]]:
-    """The page's Python blocks and `parcae` commands, in order. Blocks of other kinds are not run:
-    `console` is for what takes long, and other `make` and `git` lines are other tests' business."""
-    found: list[list[str]] = []
+def steps(page: Path) -> list[str | list[str]]:
+    """The page's Python blocks and the words of its `parcae` commands, in order. Blocks of other
+    kinds are not run: `console` is for what takes long, and other `make` and `git` lines are other
+    tests' business."""
+    found: list[str | list[str]] = []
     for kind, body in BLOCK.findall(page.read_text()):
         if kind == "python":
-            found.append([sys.executable, "-c", body])
+            found.append(body)
         elif kind == "bash":
             lines = body.replace("\\\n", " ").splitlines()
             for words in (shlex.split(line, comments=True) for line in lines):
                 if words[:2] == ["make", "demo"]:
-                    found.append([sys.executable, "-m", "parcae", "demo", *shlex.split(SHORT_DEMO)])
+                    found.append(["demo", *shlex.split(SHORT_DEMO)])
                 elif words[:1] == ["parcae"]:
-                    found.append([sys.executable, "-m", *words])
+                    found.append(words[1:])
     return found
+
+
+def take(step: str | list[str], folder: Path, log: Path) -> None:
+    """What a shell in `folder` would do, in a process that has its imports behind it."""
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "100"
+    with log.open("w") as stream:
+        for descriptor in (1, 2):
+            os.dup2(stream.fileno(), descriptor)
+    if isinstance(step, str):
+        exec(compile(step, "a block of the page", "exec"), {"__name__": "__main__"})
+    else:
+        sys.exit(main(step))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in PAGES if steps(p)], ids=lambda page: page.name)
 def test_everything_shown_runs(page, tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    environment = {**os.environ, "COLUMNS": "100"}
+    context, log = runs.clean_processes(), tmp_path / "log"
     for step in steps(page):
-        result = subprocess.run(step, cwd=tmp_path, capture_output=True, text=True, env=environment)
-        assert result.returncode == 0, f"{step[1:]}\n{result.stderr}"
+        process = context.Process(target=take, args=(step, tmp_path, log))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, f"{step}\n{log.read_text()}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

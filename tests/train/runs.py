@@ -92,7 +92,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 def clean_processes() -> Any:
     """Processes that start at once, from a parent that has imported but not run anything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parcae.train.trainer"])
+    context.set_forkserver_preload(["parcae.train.trainer", "torch._inductor"])
     return context
 
 
