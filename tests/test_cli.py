@@ -44,6 +44,7 @@ def test_show_applies_flags(capsys, tmp_path):
         (["trian", "recipe.toml"], "trian: no such command. Did you mean train?"),
         (["data", "inspct", "out"], "Did you mean inspect? See parcae data --help."),
         (["presets", "--jsno"], "--jsno: no such option. Did you mean --json?"),
+        (["eval", "run", "--suit", "core"], "--suit: no such option. Did you mean --suite?"),
         (["presets", "parcae-1m"], "parcae-1m: one word too many"),
         (
             ["train", "recipe.toml", "--reusme=out"],

@@ -68,6 +68,9 @@ class Curriculum:
         return progress if self.kind == "linear" else 1.0 - math.sqrt(1.0 - progress)
 
 
+MOST_LOOPS = 1_000_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
     """How often a sequence goes through the core in training, and how much of it learns."""
@@ -84,6 +87,12 @@ class LoopConfig:
     def __post_init__(self) -> None:
         check_types(self, "model.loop.")
         check_positive(self, "model.loop.", "mean_loops", "backprop_loops")
+        require(
+            self.mean_loops <= MOST_LOOPS,
+            "model.loop.mean_loops",
+            f"{self.mean_loops:g} loops never end",
+            f"Use at most {MOST_LOOPS:,}.",
+        )
         if self.sampler == "fixed":
             require(
                 float(self.mean_loops).is_integer(),

@@ -12,7 +12,11 @@ from parcae.recipe import suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """Its subparsers are of this kind too. The innermost that read something is in `parser`."""
+    """Its subparsers are of this kind too. The innermost that read something is in `parser`.
+    Options are written out: an abbreviation would change its meaning when options are added."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
 
     def add_subparsers(self, **settings: Any) -> Any:
         """Where no command follows, the help lists those there are."""
