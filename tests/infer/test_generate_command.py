@@ -62,7 +62,6 @@ def as_json(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "options"),
     [

@@ -99,7 +99,6 @@ def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
     assert target["w"].unique().tolist() == [1.0]
 
 
-@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypatch):
     plain, writing, enough = checkpoint.sha256, threading.Event(), threading.Event()
     during = []
@@ -206,7 +205,6 @@ def test_damage_is_seen(name, damage, message, tmp_path):
     assert message in problem
 
 
-@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, one_thread):
     recipe, run = stopped
     truncate(run / "checkpoints" / "step-00000007" / "model.safetensors")
@@ -226,7 +224,6 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, on
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_a_damaged_newest_one_does_not_make_the_good_one_be_dropped(stopped):
     recipe, run = stopped
     truncate(run / "checkpoints" / "step-00000007" / "model.safetensors")
@@ -284,7 +281,6 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     """Each checkpoint takes 0.8 MB, so a third does not fit while two are kept."""
     run, recipe = small_disk / "run", tmp_path / "recipe.toml"
@@ -309,7 +305,6 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
     class Full:
         def write(self, _):
@@ -338,7 +333,6 @@ def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
     assert [line[0] for line in runs.lines(run, "train")] == list(range(1, 21))
 
 
-@pytest.mark.slow
 def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
     """Not at the next checkpoint, which may be hours away."""
 
