@@ -17,7 +17,7 @@ from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, read_json
 from parcae.model.frame import LanguageModel
-from parcae.model.store import CONFIG_FILE, load
+from parcae.model.store import CONFIG_FILE, STATE_FILE, load
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER_FILES = ("tokenizer.json", "merges.txt")
@@ -90,7 +90,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _validation_loss(checkpoint: Path) -> float:
     try:
-        loss = read_json(checkpoint / "state.json").get("validation_loss")
+        loss = read_json(checkpoint / STATE_FILE).get("validation_loss")
     except FileError:
         return math.inf
     return math.inf if loss is None else loss

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parcae.config import ModelConfig
-from parcae.files import FileError, atomic_path, flush, read_json, to_json
+from parcae.files import FileError, atomic_path, flush, read_json, sha256, to_json
 from parcae.model import build
 from parcae.model.frame import LanguageModel
 from parcae.recipe import build as build_config
@@ -27,6 +27,8 @@ FORMAT = "parcae"
 VERSION = 1
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+STATE_FILE = "state.json"
+"""Of a training run's checkpoint: among the rest, what its files were when they were written."""
 
 
 def save(model: LanguageModel, folder: str | Path) -> Path:
@@ -82,6 +84,7 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageMode
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """One file, or the shards that several processes wrote in its place."""
+    _check_sums(path.parent)
     shards = sorted(path.parent.glob("shard-*.safetensors"))
     if shards and not path.exists():
         return _join(path.parent)
@@ -91,6 +94,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
+
+
+def _check_sums(folder: Path) -> None:
+    """Weights with a flipped bit would be loaded, and would write something."""
+    if not (folder / STATE_FILE).exists():
+        return
+    said = read_json(folder / STATE_FILE)
+    sums = said.get("files") if isinstance(said, dict) else None
+    for name, expected in sums.items() if isinstance(sums, dict) else ():
+        path = folder / name
+        if path.parent == folder and path.suffix == ".safetensors" and sha256(path) != expected:
+            raise FileError(
+                f"{path}: damaged, its checksum differs. Use another checkpoint of the run."
+            )
 
 
 def _join(folder: Path) -> dict[str, Tensor]:

@@ -41,10 +41,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from parcae.files import FileError, flush, read_json, sha256, write_json
-from parcae.model.store import CONFIG_FILE, WEIGHTS_FILE
+from parcae.model.store import CONFIG_FILE, STATE_FILE, WEIGHTS_FILE
 from parcae.train.distributed import Processes, Several
 
-STATE_FILE = "state.json"
 OPTIMISER = "optimiser"
 FORMAT = "parcae-training-1"
 
