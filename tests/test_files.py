@@ -79,20 +79,27 @@ def test_a_sealed_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
             files.read_sealed(path, "Start anew.")
 
 
-def test_a_folder_that_cannot_be_held_is_a_clear_error(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_held_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="a file, not a folder"), files.exclusive(tmp_path / "file"):
         pass
     below = tmp_path / "file" / "below"
     with pytest.raises(FileError, match="could not be written"), files.exclusive(below):
         pass
-    monkeypatch.setattr(os, "getpid", lambda: (_ for _ in ()).throw(OSError(28, "No space left")))
-    full = tmp_path / "full"
-    with (
-        pytest.raises(FileError, match=r"could not.*No space left"),
-        files.exclusive(full),
-    ):
-        pass
+
+
+def test_a_folder_on_a_full_disk_is_a_clear_error(tmp_path):
+    """Not a byte may be written, as on a disk without room."""
+    script = (
+        "import resource; from parcae.files import FileError, exclusive\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "try:\n"
+        f"    with exclusive({str(tmp_path / 'run')!r}): pass\n"
+        "except FileError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "run: could not be written (File too large)" in result.stdout
 
 
 def test_what_cannot_be_read_is_named(tmp_path):

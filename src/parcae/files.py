@@ -38,6 +38,14 @@ def writing(path: str | Path, remedy: str = "") -> Iterator[None]:
         raise WriteError(f"{problem} {remedy}".strip()) from error
 
 
+def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
+    """To a stream without a buffer: one with a buffer would try again what a full disk refused,
+    when it is closed, and the second error would hide the first."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[stream.write(rest) :]
+
+
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
     """What the system says against reading, as an error that names the file."""
@@ -132,7 +140,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
         if folder.is_file():
             raise FileError(f"{folder}: a file, not a folder. {remedy}")
         folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / ".lock").open("a+")
+        stream = (folder / ".lock").open("a+b", buffering=0)
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,8 +151,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
             ) from None
         with writing(folder, remedy):
             stream.truncate(0)
-            stream.write(str(os.getpid()))
-            stream.flush()
+            write_all(stream, str(os.getpid()).encode())
         yield
 
 
@@ -157,9 +164,9 @@ def is_in_use(folder: str | Path) -> bool:
         return True
 
 
-def _read_owner(stream: IO[str]) -> str:
+def _read_owner(stream: IO[bytes]) -> str:
     stream.seek(0)
-    owner = stream.read().strip()
+    owner = stream.read().decode("ascii", "replace").strip()
     return f" ({owner})" if owner else ""
 
 

@@ -243,6 +243,17 @@ def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, na
     assert (tmp_path / name).read_bytes() == server.files[name]
 
 
+def test_a_full_disk_is_told_and_loses_nothing(server: SmallHub, tmp_path: Path) -> None:
+    partial = tmp_path / "sample/10BT/.1.parquet.partial"
+    partial.parent.mkdir(parents=True)
+    partial.symlink_to("/dev/full")
+    with pytest.raises(FileError, match=r"No space left on device\)\. Make room and run it again"):
+        fetch(server, tmp_path)
+    partial.unlink()
+    fetch(server, tmp_path)
+    assert here(tmp_path) == documents(server)
+
+
 def test_a_file_damaged_here_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path)
     path = tmp_path / "sample/10BT/1.parquet"

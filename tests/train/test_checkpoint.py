@@ -306,18 +306,11 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
 
 
 def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
-    class Full:
-        def write(self, _):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        def close(self):
-            pass
-
     real = Run._one_step
 
     def one_step(self):
         if self.learner.step == 4:
-            self.log._stream = Full()
+            os.dup2(os.open("/dev/full", os.O_WRONLY), self.log._stream.fileno())
         real(self)
 
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"

@@ -25,7 +25,15 @@ from typing import IO, Any
 
 from parcae.config import ConfigError, require
 from parcae.data.readers import Format, format_of
-from parcae.files import FileError, atomic_path, exclusive, read_sealed, write_sealed, writing
+from parcae.files import (
+    FileError,
+    atomic_path,
+    exclusive,
+    read_sealed,
+    write_all,
+    write_sealed,
+    writing,
+)
 from parcae.recipe import suggest
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
@@ -257,7 +265,7 @@ def _append(url: str, file: RemoteFile, partial: Path, server: Server, report: R
         known = 0 if response.status_code == 206 else here
         _check_answer(file, here - known, response)
         with writing(partial):
-            stream = partial.open("ab")
+            stream = partial.open("ab", buffering=0)
         with stream:
             for chunk in response.iter_bytes(CHUNK_BYTES):
                 new = chunk[known:][: file.bytes - here]
@@ -284,8 +292,7 @@ def _check_answer(file: RemoteFile, start: int, response: Any) -> None:
 
 def _write(stream: IO[bytes], data: bytes, path: Path) -> None:
     try:
-        stream.write(data)
-        stream.flush()
+        write_all(stream, data)
     except OSError as error:
         raise FileError(
             f"{path}: could not be written ({error.strerror}). Make room and run it again; "

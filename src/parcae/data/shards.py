@@ -36,7 +36,7 @@ import numpy as np
 from parcae.config import ConfigError
 from parcae.data.corpus import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, writing
+from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
 
 HEAD = b"parcae-shard-1\n\0"
 TAIL = b"parcae-\n"
@@ -97,10 +97,8 @@ class ShardWriter:
         return self._digest.hexdigest()
 
     def _put(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
         with writing(self._path):
-            while rest:
-                rest = rest[self._stream.write(rest) :]
+            write_all(self._stream, data)
         self._digest.update(data)
         self.file_bytes += len(data)
 

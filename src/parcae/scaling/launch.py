@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from parcae.files import writing
 from parcae.scaling import worker
 from parcae.scaling.outcome import outcome_of
 
@@ -111,8 +112,10 @@ def start_process(
     job: Job, environment: Mapping[str, str] | None = None, processes: int = 1
 ) -> subprocess.Popen[bytes]:
     """The run as a process of its own session: Ctrl-C reaches the sweep, which passes it on."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with job.log.open("ab") as log:
+    with writing(job.log):
+        job.log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.log.open("ab")
+    with log:
         return subprocess.Popen(
             worker.command(job.recipe, job.run, processes),
             env=None if environment is None else dict(environment),

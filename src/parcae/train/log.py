@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from parcae.config import ConfigError
-from parcae.files import FileError, write_text
+from parcae.files import FileError, write_all, write_text
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -35,15 +35,14 @@ class Log:
         if self.path.exists():
             keep_until(self.path, step)
         try:
-            self._stream: IO[str] = self.path.open("a", encoding="utf-8")
+            self._stream: IO[bytes] = self.path.open("ab", buffering=0)
         except OSError as error:
             raise FileError(f"{self.path}: cannot be written ({error.strerror}).") from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         line = json.dumps({"kind": kind, "step": step, **finite(values)}, allow_nan=False)
         try:
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            write_all(self._stream, f"{line}\n".encode())
         except OSError as error:
             raise FileError(
                 f"{self.path}: cannot be written ({error.strerror}). Make room, then go on with "
