@@ -10,7 +10,7 @@ import torch
 
 from evaluation_fixtures import WORDS, write_lines
 from parcae import cli, console
-from parcae.commands.eval import fitting
+from parcae.commands.eval import tables_that_fit
 from parcae.evaluate.icl import Questions
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
@@ -197,5 +197,5 @@ def test_published_scores_give_way_on_a_narrow_terminal(monkeypatch):
     for width, columns in ((200, 6), (60, 5), (20, 4)):
         monkeypatch.setattr(console.out, "_width", width)
         monkeypatch.setattr(type(console.out), "is_terminal", True)
-        (table,) = fitting(result, published)
+        (table,) = tables_that_fit(result, published)
         assert len(table.columns) == columns

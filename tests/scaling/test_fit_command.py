@@ -160,7 +160,14 @@ def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(640, "640"), (14_300, "14.3 k"), (2.5e6, "2.5 M"), (1.12e10, "11.2 B")]
+    ("value", "words"),
+    [
+        (640, "640"),
+        (14_300, "14.3 k"),
+        (999_900, "1 M"),
+        (2.5e6, "2.5 M"),
+        (1.12e10, "11.2 B"),
+    ],
 )
 def test_tokens_of_any_scale_are_said_in_their_unit(value, words):
     assert axis_ticks.short(value) == words

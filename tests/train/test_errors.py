@@ -381,3 +381,9 @@ def test_a_run_goes_on_from_another_folder(text, tmp_path, monkeypatch):
     train(recipe, tmp_path / "run")
     monkeypatch.chdir("/")
     assert cli.main(["train", "--resume", str(tmp_path / "run")]) == 0
+
+
+def test_a_warm_up_beyond_the_run_is_said(tmp_path, text, capsys):
+    recipe = runs.recipe(text, budget={"steps": 2}, schedule={"warmup_steps": 1000})
+    train(recipe, tmp_path / "run")
+    assert "The warm-up of 1,000 steps is longer than the run" in capsys.readouterr().out

@@ -209,13 +209,13 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> P
     folder = arguments.eval_data
     published = {} if folder is None else published_scores(folder, arguments.baselines)
     if not arguments.json:
-        for table in fitting(result, published):
+        for table in tables_that_fit(result, published):
             console.out.print(table)
         _notes(result)
     return picture(result, out / "scores.png", published)
 
 
-def fitting(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
+def tables_that_fit(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
     """With as many of the published rows beside ours as the terminal has room for."""
     from parcae import console
     from parcae.evaluate.shown import tables

@@ -89,7 +89,9 @@ def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
         }
         for name, norms in growth.items():
             right.plot(range(1, len(norms) + 1), norms, label=labels[name])
-        right.set(title=r"Linear part alone: $\|h_T\|$", xlabel="loops T", yscale="log")
+        right.set(
+            title="The linear part alone", xlabel="loops T", ylabel=r"$\|h_T\|$", yscale="log"
+        )
         right.legend(fontsize=8.5, loc="upper left")
         right.set_ylim(top=30 * max(map(max, growth.values())))
         return draw.save(canvas, path)

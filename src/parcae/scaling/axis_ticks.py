@@ -11,6 +11,7 @@ UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (1.0, ""))
 
 def short(value: float) -> str:
     """14,300 -> 14.3 k; 1.12e10 -> 11.2 B."""
+    value = float(f"{value:.3g}")  # 999,900 is 1 M, not 1,000 k
     unit, letter = next((pair for pair in UNITS if value >= pair[0]), UNITS[-1])
     return f"{value / unit:.3g}{letter}"
 

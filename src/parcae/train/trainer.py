@@ -293,6 +293,12 @@ class Run:
         if learner.step:
             finished = ", its end: nothing is left to do" if self.done >= 1 else ""
             self.display.say(f"Resumed at step {learner.step}{finished}.")
+        warmup = recipe.schedule.warmup_steps
+        if learner.total is not None and warmup > learner.total:
+            self.display.say(
+                f"The warm-up of {warmup:,} steps is longer than the run: its learning rates are "
+                "never reached. See schedule.warmup_steps."
+            )
         if not learner.can_validate:
             self.display.say(
                 "No row of documents is held out, so there is no validation: see "
