@@ -56,6 +56,7 @@ def texts_of(path: Path, **reading: str) -> list[str]:
 RECORD_NAMES = ["a.jsonl", "a.json.gz", "a.jsonl.zst", "a.ndjson", "a.parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORD_NAMES)
 def test_records_come_back_from_any_position(tmp_path: Path, name: str) -> None:
     files = find_files([write_records(tmp_path / name, TEXTS)])

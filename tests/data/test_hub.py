@@ -153,6 +153,7 @@ def documents(server: SmallHub) -> dict[str, bytes]:
     return {name: data for name, data in server.files.items() if name.endswith(".parquet")}
 
 
+@pytest.mark.slow
 def test_all_files_arrive_once(server: SmallHub, tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
 
@@ -172,6 +173,7 @@ def test_all_files_arrive_once(server: SmallHub, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_was_downloaded_can_be_prepared(server: SmallHub, tmp_path: Path) -> None:
     for number in range(3):
         sink = io.BytesIO()
@@ -183,6 +185,7 @@ def test_what_was_downloaded_can_be_prepared(server: SmallHub, tmp_path: Path) -
     assert prepare(work, tmp_path / "shards")["totals"]["train"]["documents"] == 60
 
 
+@pytest.mark.slow
 def test_the_hub_is_told_who_asks(
     server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +194,7 @@ def test_the_hub_is_told_who_asks(
     assert server.tokens == {"Bearer hf_of_the_user"}
 
 
+@pytest.mark.slow
 def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path, first_files=2)
     assert sorted(here(tmp_path)) == ["sample/10BT/0.parquet", "sample/10BT/1.parquet"]
@@ -198,6 +202,7 @@ def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 def test_a_broken_connection_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
     server.drop_after = [20_000, 0, 5_000]
     fetch(server, tmp_path)
@@ -206,6 +211,7 @@ def test_a_broken_connection_goes_on_where_it_was(server: SmallHub, tmp_path: Pa
     assert ranges == [None, "bytes=20000-", "bytes=20000-", "bytes=25000-"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
@@ -223,6 +229,7 @@ def test_an_interrupted_run_goes_on_where_it_was(server: SmallHub, tmp_path: Pat
     assert server.requests[0] == ("sample/10BT/1.parquet", "bytes=30000-")
 
 
+@pytest.mark.slow
 def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path: Path) -> None:
     server.ignores_ranges = True
     server.drop_after = [20_000]
@@ -243,6 +250,7 @@ def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, na
     assert (tmp_path / name).read_bytes() == server.files[name]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_and_loses_nothing(server: SmallHub, tmp_path: Path) -> None:
     partial = tmp_path / "sample/10BT/.1.parquet.partial"
     partial.parent.mkdir(parents=True)
@@ -254,6 +262,7 @@ def test_a_full_disk_is_told_and_loses_nothing(server: SmallHub, tmp_path: Path)
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 def test_a_file_damaged_here_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path)
     path = tmp_path / "sample/10BT/1.parquet"
@@ -289,6 +298,7 @@ def test_a_login_page_in_between(
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 def test_a_damaged_partial_file_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
     partial = tmp_path / "sample/10BT/.0.parquet.partial"
     partial.parent.mkdir(parents=True)
@@ -297,6 +307,7 @@ def test_a_damaged_partial_file_is_fetched_anew(server: SmallHub, tmp_path: Path
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached(server: SmallHub, tmp_path: Path) -> None:
     server.shutdown()
     server.server_close()
@@ -314,6 +325,7 @@ def test_a_connection_that_stays_broken(server: SmallHub, tmp_path: Path) -> Non
     assert here(tmp_path) == documents(server)
 
 
+@pytest.mark.slow
 def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
     assert resolve("fineweb-edu-10bt") == ("HuggingFaceFW/fineweb-edu", "sample/10BT")
     assert resolve("huginn") == ("tomg-group-umd/huginn-dataset", "")
@@ -338,6 +350,7 @@ def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
         fetch(server, tmp_path / "texts")
 
 
+@pytest.mark.slow
 def test_one_kind_of_file_is_fetched_and_no_metadata(server: SmallHub, tmp_path: Path) -> None:
     assert [file.path for file in fetch(server, tmp_path / "a").files] == sorted(documents(server))
     assert [f.path for f in fetch(server, tmp_path / "b", "notes").files] == ["notes/few.jsonl"]

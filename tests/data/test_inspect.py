@@ -105,6 +105,7 @@ def test_terminal_controls_in_a_document_stay_harmless():
     assert "\x1b[2J" not in captured.get()
 
 
+@pytest.mark.slow
 def test_all_of_it(tmp_path, capsys):
     summary = inspect(random_documents(), letters, 31, 3, tmp_path, np.ones(256, dtype=np.int64))
     printed = capsys.readouterr().out

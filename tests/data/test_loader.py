@@ -83,6 +83,7 @@ def test_a_state_can_be_loaded_into_a_running_loader():
     assert take(loader, 6) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_are_disjoint_and_together_are_one(world_size):
     settings_ = config(global_batch=12)

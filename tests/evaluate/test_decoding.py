@@ -17,6 +17,7 @@ from parcae.infer.request import DepthPlan
 ROWS = torch.randint(0, 96, (3, 14), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_decoding_has_the_loss_of_a_forward(kind):
     model = model_of(kind)

@@ -39,6 +39,7 @@ def folder(model, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parcae", "parcae-wide-state", "rdm", "addition"])
 def test_each_row_is_a_forward_at_that_depth(kind):
     model = randomised(KINDS[kind])

@@ -83,6 +83,7 @@ def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
     assert not is_foreign(tmp_path)
 
 
+@pytest.mark.slow
 def test_loops_are_refused_without_a_loop(folder: Path):
     with pytest.raises(ValueError, match="no loop"):
         open_scorer(folder, [8])

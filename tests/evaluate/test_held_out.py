@@ -36,6 +36,7 @@ def test_a_run_is_measured_as_it_validates(run, tmp_path):
         assert found["by_loops"][depth]["loss"] == pytest.approx(want["loss"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_are_those_that_were_read(run, tmp_path):
     """Not those that were asked for, of which there may be fewer."""
     assert held_out(run, tmp_path / "one", "--limit", "1")["rows"] == 1

@@ -91,6 +91,7 @@ def here(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
     found = of_tasks(tasks)
     assert found.left_out == {download.NO_CHECKSUM: ("squad",)}
@@ -103,12 +104,14 @@ def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
     assert len(server.requests) == 3
 
 
+@pytest.mark.slow
 def test_the_token_of_the_hub_stays_with_the_hub(server, tasks, tmp_path):
     download_tasks(of_tasks(tasks).files, tmp_path, collection=server.address)
     assert "host" in server.headers_seen
     assert not server.headers_seen & {"authorization", "cookie"}
 
 
+@pytest.mark.slow
 def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
     class Killed(BaseException):
         pass
@@ -129,6 +132,7 @@ def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
     assert here(tmp_path) == server.files
 
 
+@pytest.mark.slow
 def test_a_damaged_file_never_gets_its_name(server, tasks, tmp_path):
     files = of_tasks(tasks).files
     server.damage.add(tasks[1].file)
@@ -140,6 +144,7 @@ def test_a_damaged_file_never_gets_its_name(server, tasks, tmp_path):
     assert here(tmp_path) == server.files
 
 
+@pytest.mark.slow
 def test_a_version_of_somebody_else_is_kept(server, tasks, tmp_path):
     own = tmp_path / tasks[1].file
     own.parent.mkdir(parents=True)
@@ -178,6 +183,7 @@ def test_what_suites_want():
         wanted("cores")
 
 
+@pytest.mark.slow
 def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(download, "core", lambda: tasks)
     words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]

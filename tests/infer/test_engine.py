@@ -141,6 +141,7 @@ def test_cancelling_what_waits_and_what_runs():
     assert is_idle(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["prompt", "later"])
 def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
     model = randomised(KINDS["parcae"])

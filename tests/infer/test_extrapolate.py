@@ -84,6 +84,7 @@ def test_two_states_say_nothing(kind):
     assert extrapolate(kind, states) is states[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["aitken", "anderson"])
 @pytest.mark.parametrize("loops", [1, 2, 5])
 def test_decoding_reads_the_guess_and_keeps_the_state(kind, loops):

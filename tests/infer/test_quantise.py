@@ -75,6 +75,7 @@ def test_predictions_are_near_those_of_large_weights(kind, shape):
     assert (near - exact).square().mean().sqrt() < 0.05 * spread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SMALL)
 def test_texts_do_not_know_their_company(kind):
     model = model_of("parcae")

@@ -23,6 +23,7 @@ def texts(model, **options):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["auto", "torch"])
 def test_autocast_around_an_engine_changes_nothing(layers):
     model = model_of("parcae")

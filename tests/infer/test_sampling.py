@@ -45,6 +45,7 @@ def by_hand(logits: list[float], s: Sampling) -> list[float]:
     return [weights[i] / whole if i in kept else 0.0 for i in range(len(logits))]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 10_000),

@@ -54,6 +54,7 @@ def test_pieces_of_any_tokens_join_to_the_whole(ids):
     assert stream(ids)[0] == tokenizer().decode(ids)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.binary(max_size=3) | st.sampled_from(ROUGH).map(str.encode), max_size=12))
 @example([b"\xf0\x9f", b"\x91"])
@@ -79,6 +80,7 @@ def test_specials_are_spelled_out_and_unknown_ids_are_silent():
     assert stream([tokenizer().vocab_size + 3, *ids_of(b"a"), 10**6])[0] == "a"
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     parts=st.lists(st.text("abcé", max_size=5), max_size=10),

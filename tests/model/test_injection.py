@@ -44,6 +44,7 @@ def test_decay_lies_in_the_unit_interval_for_any_finite_parameters(name, log_A, 
         assert leaf.grad.isfinite().all()
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(log_A=st.floats(-40, 3), dt_bias=st.floats(-40, 40))
 def test_decay_is_below_one_in_exact_arithmetic_and_ours_is_its_rounding(log_A, dt_bias):
@@ -104,6 +105,7 @@ def test_linear_loop_stays_within_the_bound_of_the_theory(log_A, dt_bias, seed):
     assert injection.spectral_radius() <= 1
 
 
+@pytest.mark.slow
 def test_addition_and_concatenation_blow_up_in_the_same_loop():
     h, e = torch.randn(2, 1, 3, 48, generator=torch.Generator().manual_seed(0))
     kinds = {}

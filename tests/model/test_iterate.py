@@ -52,6 +52,7 @@ def test_a_caller_keeps_its_own_gradient_mode_between_states():
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_readings_are_what_the_head_reads(kind):
     model = randomised(KINDS[kind])

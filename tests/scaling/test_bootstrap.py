@@ -38,6 +38,7 @@ def unified():
     return fit(UNIFIED, design.points.take(design.learns))
 
 
+@pytest.mark.slow
 def test_the_losses_of_a_run_err_together(unified):
     errors = replica_errors(unified, 400, np.random.default_rng(0))
     assert errors.shape == (400, 180)
@@ -56,6 +57,7 @@ def test_the_expansion_is_students_quantile(freedom):
     assert expansion(freedom) == pytest.approx(expected, rel=3e-3)
 
 
+@pytest.mark.slow
 def test_replicas_scatter_around_the_fit_and_repeat_with_the_seed(unified):
     drawn = bootstrap(unified, 100, seed=3)
     assert len(drawn) == 100

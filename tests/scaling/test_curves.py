@@ -63,6 +63,7 @@ def test_an_exponential_curve_prefers_the_exponential(several):
     assert [fitted.law for fitted in fits] == [EXPONENTIAL] * 5
 
 
+@pytest.mark.slow
 def test_beyond_mu_is_judged_only_where_enough_lies_before_it():
     scores, _ = compare_forms([curve(2), curve(8)])
     assert scores[0].curves == 2

@@ -112,6 +112,7 @@ def test_a_broken_file_is_refused(tmp_path, content, message):
         read_table(path)
 
 
+@pytest.mark.slow
 def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(FileError, match="no such file"):
         read_table(tmp_path / "none.csv")

@@ -310,6 +310,7 @@ def test_processes_that_were_started_without_torchrun(write, fails, monkeypatch,
     assert "MASTER_ADDR, MASTER_PORT is not set" in fails(write(), "--out", tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_single_process_of_torchrun_is_one_process(parallel, text, tmp_path, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
@@ -374,6 +375,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_alone(write, fails, t
     assert before.items() <= {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}.items()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_another_folder(text, tmp_path, monkeypatch):
     """Paths of the recipe are relative to where it was started."""
     monkeypatch.chdir(text.parent)

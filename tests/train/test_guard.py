@@ -174,6 +174,7 @@ def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monk
     assert not list((tmp_path / "run" / "checkpoints").glob("*")), "nothing good to keep"
 
 
+@pytest.mark.slow
 def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
     """Linear algebra refuses such matrices; the diagnosis must not."""
 
@@ -235,6 +236,7 @@ def test_no_false_alarm_on_a_falling_noisy_curve():
     assert alarms == 0, f"{alarms} in 60,000 steps"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("deviations", "found"), [(3, 0.0), (9, 0.95), (20, 1.0), (100, 1.0)])
 def test_spikes_are_found_by_their_size(deviations, found):
     """Small ones are left alone, large ones found; those beyond nine deviations nearly always."""

@@ -123,6 +123,7 @@ def trackers(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
     sinks = ["tensorboard", "wandb", "trackio"]
     recipe = runs.recipe(text, budget={"steps": 6}, run={"sinks": sinks})
@@ -156,6 +157,7 @@ def test_a_tracked_run_that_is_resumed_is_the_same_run(trackers, text, tmp_path)
     assert second["resume"] == "allow"
 
 
+@pytest.mark.slow
 def test_another_run_of_the_same_name_is_another_run(trackers, text, tmp_path):
     """Else a run that was deleted and begun anew would be appended to the old one."""
     recipe = runs.recipe(text, budget={"steps": 2}, run={"sinks": ["wandb"]})

@@ -34,6 +34,7 @@ def steps(model: LanguageModel, optimiser: Optimiser, seeds: range) -> None:
         optimiser.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", OPTIMISERS)
 def test_every_parameter_is_in_exactly_one_group(name, kind):

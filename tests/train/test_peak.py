@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from parcae.train.peak import SHARE_OF_TIME, Peak, find_peak
@@ -69,6 +70,7 @@ def test_a_cpu_is_measured():
     assert find_peak(torch.device("meta")).flops is None
 
 
+@pytest.mark.slow
 def test_no_step_of_a_run_is_above_the_peak(text, tmp_path, monkeypatch):
     monkeypatch.setattr("parcae.train.trainer.find_peak", lambda *_: Peak(1.0))
     train(runs.recipe(text, budget={"steps": 8}), tmp_path / "run")

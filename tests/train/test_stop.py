@@ -127,6 +127,7 @@ def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
     assert (run / "checkpoints" / "step-00000003").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_does_not_make_a_finished_run_an_interrupted_one(
     text, tmp_path, monkeypatch
 ):
@@ -143,6 +144,7 @@ def test_a_signal_in_the_last_step_does_not_make_a_finished_run_an_interrupted_o
     assert result["validation"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(text, tmp_path, capsys):
     recipe, run = runs.recipe(text, budget={"steps": 6}), tmp_path / "run"
     result = train(recipe, run)
@@ -170,6 +172,7 @@ def test_the_callers_process_is_left_as_it_was(text, tmp_path):
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
+@pytest.mark.slow
 def test_an_error_in_a_step_leaves_no_thread_and_no_lock(text, tmp_path, monkeypatch):
     import threading
 

@@ -153,6 +153,7 @@ def test_accumulation_changes_nothing(text, tmp_path):
             assert mine == pytest.approx(yours, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_uneven_micro_batches_weigh_rows_alike(text, tmp_path):
     """Three rows and then one."""
     losses = []
@@ -287,6 +288,7 @@ def test_bfloat16_on_the_cpu(text, tmp_path):
     assert losses["bfloat16"] != losses["float32"]
 
 
+@pytest.mark.slow
 def test_loops_can_be_computed_again(text, tmp_path, one_thread):
     curves = []
     for again in (False, True):
@@ -324,6 +326,7 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_prompt_over_the_context_is_sampled_from_its_end(text, tmp_path, monkeypatch, precision):
     """Also under autocast, and by the layers that other devices have."""
