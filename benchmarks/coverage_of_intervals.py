@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from parcae.experiments.paper_runs import paper_table
-from parcae.scaling import paper
-from parcae.scaling.bootstrap import bootstrap, interval
-from parcae.scaling.design import Design, design_of
-from parcae.scaling.fit import fit
-from parcae.scaling.laws import TRAINING, UNIFIED, Law
-from parcae.scaling.optimum import frontier, training_part
+from parcae.laws import paper
+from parcae.laws.bootstrap import bootstrap, interval
+from parcae.laws.design import Design, design_of
+from parcae.laws.fit import fit
+from parcae.laws.forms import TRAINING, UNIFIED, Law
+from parcae.laws.optimum import frontier, training_part
 
 LOSSES_AT = {
     "parcae-140m": ((2, 1e9), (8, 4e9), (12, 6e9), (4, 1e10), (8, 11.2e9), (8, 29.6e9), (16, 6e10)),

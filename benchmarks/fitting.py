@@ -28,12 +28,12 @@ from scipy.optimize import minimize
 
 from parcae.console import track
 from parcae.experiments.paper_runs import paper_table
-from parcae.scaling.design import design_of
-from parcae.scaling.fit import Search, descend, objective, random_starts
-from parcae.scaling.laws import CHINCHILLA, TRAINING, UNIFIED, Law
-from parcae.scaling.lbfgs import Tolerance
-from parcae.scaling.objective import DELTA, Objective
-from parcae.scaling.points import Points, points
+from parcae.laws.design import design_of
+from parcae.laws.fit import Search, descend, objective, random_starts
+from parcae.laws.forms import CHINCHILLA, TRAINING, UNIFIED, Law
+from parcae.laws.lbfgs import Tolerance
+from parcae.laws.objective import DELTA, Objective
+from parcae.laws.points import Points, points
 
 STARTS = 500
 TOLERANCE = Tolerance()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcae import console, draw
+from parcae import console
+from parcae import plotting as draw
 from parcae.cpu import keep_freed_memory
 from parcae.evaluate.decoding import Decoded, decode_forced
 from parcae.infer.checkpoint import open_checkpoint

@@ -8,9 +8,9 @@ import pytest
 from test_report_in_browser import BROWSER, title_in_browser
 
 from parcae.experiments.paper_runs import paper_table
-from parcae.scaling.page import write_page
-from parcae.scaling.predict import recommend
-from parcae.scaling.study import Effort, run_study
+from parcae.laws.analysis import Effort, run_study
+from parcae.laws.page import write_page
+from parcae.laws.predict import recommend
 
 pytestmark = [
     pytest.mark.slow,

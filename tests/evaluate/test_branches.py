@@ -11,8 +11,8 @@ import parcae
 from conftest import tiny
 from parcae.config import LoopConfig
 from parcae.evaluate.branches import Bundle, bundles
-from parcae.evaluate.ours import LoopedScorer
 from parcae.evaluate.prompts import Prompt, Span, cut_left
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.evaluate.scoring import batches, score_all
 from parcae.model import create
 

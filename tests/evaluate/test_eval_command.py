@@ -17,10 +17,10 @@ from evaluation_fixtures import write_lines
 from parcae import cli
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
-from parcae.evaluate.ours import LoopedScorer
-from parcae.evaluate.rolling import Passages
+from parcae.evaluate.perplexity import Passages
 from parcae.evaluate.runner import run
 from parcae.evaluate.samples import Samples
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.files import FileError
 
 TASKS = {"copa", "winograd", "bigbench_operators", "lambada_openai"}

@@ -11,13 +11,13 @@ import torch
 from evaluation_fixtures import WORDS, write_lines
 from parcae import cli, console
 from parcae.commands.eval import tables_that_fit
-from parcae.evaluate.icl import Questions
+from parcae.evaluate.in_context import Questions
 from parcae.evaluate.items import read_items
 from parcae.evaluate.job import DataFile
-from parcae.evaluate.ours import LoopedScorer
 from parcae.evaluate.prompts import Prompt, Span
 from parcae.evaluate.published import published_scores
 from parcae.evaluate.samples import Samples
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.evaluate.scoring import read_predictions
 from parcae.evaluate.tasks import tasks_named
 from parcae.evaluate.texts import read_wikitext

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from parcae.config import ConfigError
-from parcae.evaluate.foreign import ForeignScorer
-from parcae.evaluate.rolling import continuations
+from parcae.evaluate.hf_scorer import ForeignScorer
+from parcae.evaluate.perplexity import continuations
 from parcae.evaluate.scoring import Scorer, score_all
 from parcae.evaluate.texts import read_passages
 

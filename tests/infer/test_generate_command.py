@@ -13,7 +13,8 @@ import torch
 from conftest import randomised, tiny
 from parcae import console
 from parcae.cli import main
-from parcae.commands import conversation, telling
+from parcae.commands import generation_output as telling
+from parcae.commands import repl as conversation
 from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import train as train_tokenizer

@@ -50,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.commands.words import read_words
+    from parcae.commands.text_argument import read_words
 
     _check(arguments)
     text = read_words(arguments.text)

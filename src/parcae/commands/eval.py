@@ -204,7 +204,7 @@ def _score(suites: dict[str, Suite], scorer: Scorer, samples: Samples) -> None:
 def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> Path | None:
     from parcae import console
     from parcae.evaluate.published import published_scores
-    from parcae.evaluate.shown import picture
+    from parcae.evaluate.tables import picture
 
     folder = arguments.eval_data
     published = {} if folder is None else published_scores(folder, arguments.baselines)
@@ -218,7 +218,7 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> P
 def tables_that_fit(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
     """With as many of the published rows beside ours as the terminal has room for."""
     from parcae import console
-    from parcae.evaluate.shown import tables
+    from parcae.evaluate.tables import tables
 
     unbounded = console.out.options.update(width=10_000)
     names = list(published)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parcae.scaling.study import Step, Study
-    from parcae.scaling.table import Table
+    from parcae.laws.analysis import Step, Study
+    from parcae.laws.table import Table
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -43,10 +43,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from parcae.config import require
     from parcae.files import exclusive, write_text
-    from parcae.scaling.result import FIT_FILE, write_fit
-    from parcae.scaling.study import Effort, run_study
-    from parcae.scaling.summary import markdown
-    from parcae.scaling.table import read_table
+    from parcae.laws.analysis import Effort, run_study
+    from parcae.laws.fit_file import FIT_FILE, write_fit
+    from parcae.laws.summary import markdown
+    from parcae.laws.table import read_table
 
     require(arguments.starts >= 1, "--starts", f"{arguments.starts}: too few", "Use at least 1.")
     require(arguments.seed >= 0, "--seed", f"{arguments.seed} is negative", "Use 0 or more.")
@@ -74,8 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _draw(study: Study, out: Path, step: Step) -> list[str]:
-    from parcae.scaling.page import write_page
-    from parcae.scaling.plots import draw_all
+    from parcae.laws.figures import draw_all
+    from parcae.laws.page import write_page
 
     step("figures")
     names = draw_all(study, out)
@@ -87,8 +87,8 @@ def _draw(study: Study, out: Path, step: Step) -> list[str]:
 def _steps(table: Table) -> Iterator[Step]:
     """A bar with what is being done; silent where nobody watches."""
     from parcae import console
-    from parcae.scaling.design import is_transformer
-    from parcae.scaling.study import STEPS
+    from parcae.laws.analysis import STEPS
+    from parcae.laws.design import is_transformer
 
     looped = [model for model in table.models if not is_transformer(model)]
     with console.progress() as display:
@@ -99,7 +99,7 @@ def _steps(table: Table) -> Iterator[Step]:
 
 def _tell(study: Study, out: Path, pictures: list[str]) -> None:
     from parcae import console
-    from parcae.scaling.summary import notes, views
+    from parcae.laws.summary import notes, views
 
     for view in views(study):
         console.out.print(console.table(view.title, view.columns, view.rows))

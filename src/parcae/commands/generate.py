@@ -97,7 +97,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.commands.words import read_words
+    from parcae.commands.text_argument import read_words
     from parcae.config import ConfigError, require
 
     word = _prompt(arguments)
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     require(asked, "--json", "there is no prompt", "Give one, or leave --json out.")
     prompt = None if interactive else read_words("-" if word is None else word)
 
-    from parcae.commands.conversation import converse  # wrong usage need not wait for these
+    from parcae.commands.repl import converse  # wrong usage need not wait for these
     from parcae.infer.checkpoint import open_checkpoint
     from parcae.infer.engine import Engine
     from parcae.infer.sampling import BrokenLogits
@@ -151,7 +151,7 @@ def _is_flag(word: str) -> bool:
 def _write(
     engine: Engine, prompt: str, options: dict[str, Any], opened: Opened, as_json: bool
 ) -> None:
-    from parcae.commands.telling import as_tree, tell, write_prompt, write_text
+    from parcae.commands.generation_output import as_tree, tell, write_prompt, write_text
     from parcae.infer.meter import Meter
 
     request = engine.request(prompt, **options)

@@ -17,8 +17,8 @@ from parcae.data.loader import Batch
 from parcae.data.readers import Reading
 from parcae.evaluate.job import DataFile
 from parcae.evaluate.loss import losses_by_depth
-from parcae.evaluate.ours import LoopedScorer
-from parcae.evaluate.rolling import RunningText
+from parcae.evaluate.perplexity import RunningText
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.evaluate.scoring import Scorer
 from parcae.evaluate.suites import TextSuite
 from parcae.files import FileError

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.scaling.predict import Estimate
-    from parcae.scaling.result import FittedModel
+    from parcae.laws.fit_file import FittedModel
+    from parcae.laws.predict import Estimate
 
 EXAMPLES = """
   parcae predict --fit fit.json --flops 1e19                   loops and tokens for a budget
@@ -46,7 +46,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import json
 
-    from parcae.scaling.result import choose_model, plain, read_fit
+    from parcae.laws.fit_file import choose_model, plain, read_fit
 
     _check(arguments)
     model = choose_model(read_fit(arguments.fit), arguments.model)
@@ -75,7 +75,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _ask(model: FittedModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    from parcae.scaling import predict
+    from parcae.laws import predict
 
     answers: dict[str, Any] = {}
     loops, tokens = arguments.loops, arguments.tokens

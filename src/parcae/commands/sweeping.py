@@ -10,11 +10,11 @@ from typing import Any
 from parcae import console
 from parcae.config import ConfigError
 from parcae.files import is_in_use
-from parcae.scaling.eta import Estimate
-from parcae.scaling.outcome import outcome_of
-from parcae.scaling.slurm import job_states
-from parcae.scaling.sweep import PlannedRun
-from parcae.scaling.sweep_folder import TABLE_FILE, SweepFolder, training_tokens
+from parcae.sweep.estimate import Estimate
+from parcae.sweep.folder import TABLE_FILE, SweepFolder, training_tokens
+from parcae.sweep.plan import PlannedRun
+from parcae.sweep.run_state import outcome_of
+from parcae.sweep.slurm import job_states
 from parcae.train.display import clock
 
 STARTABLE = ("to do", "stopped", "running here")

@@ -18,8 +18,8 @@ from parcae.config import require
 from parcae.data.documents import Documents, SplitDocuments
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing
 from parcae.data.plan import SourcePlan
-from parcae.draw import PALETTE, figure, save
 from parcae.files import write_json
+from parcae.plotting import PALETTE, figure, save
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parcae import draw
+from parcae import plotting as draw
 from parcae.evaluate.depth import DepthProfile
 
 MONOSPACE = "DejaVu Sans Mono"

@@ -24,9 +24,9 @@ from lm_eval.api.registry import register_model
 from parcae import console
 from parcae.config import ConfigError, require
 from parcae.evaluate.opening import open_scorer
-from parcae.evaluate.ours import LoopedScorer
+from parcae.evaluate.perplexity import continuations, windows
 from parcae.evaluate.prompts import Prompt, Span
-from parcae.evaluate.rolling import continuations, windows
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.evaluate.scoring import Answer, batches
 from parcae.infer.engine import Engine
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from parcae.config import ConfigError, require
-from parcae.evaluate.foreign import ForeignScorer, tokenizer_fingerprint
-from parcae.evaluate.ours import LoopedScorer
+from parcae.evaluate.hf_scorer import ForeignScorer, tokenizer_fingerprint
+from parcae.evaluate.scorer import LoopedScorer
 from parcae.evaluate.scoring import Scorer
 from parcae.files import FileError, read_json
 from parcae.infer.checkpoint import open_checkpoint

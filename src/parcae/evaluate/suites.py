@@ -18,10 +18,10 @@ from statistics import stdev
 from typing import Any, Protocol
 
 from parcae.config import ConfigError
-from parcae.evaluate.icl import InContext, Questions
+from parcae.evaluate.in_context import InContext, Questions
 from parcae.evaluate.job import DataFile, Job, Record, mean, summary
+from parcae.evaluate.perplexity import Passages, RunningText
 from parcae.evaluate.prompts import SEEDS
-from parcae.evaluate.rolling import Passages, RunningText
 from parcae.evaluate.samples import Samples
 from parcae.evaluate.scoring import Scorer
 from parcae.evaluate.tasks import Baselines, Task, core, core_extended, find, locate

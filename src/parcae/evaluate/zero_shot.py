@@ -20,8 +20,8 @@ from parcae.evaluate.job import (
     standard_error,
     sums,
 )
+from parcae.evaluate.perplexity import continuations
 from parcae.evaluate.prompts import Prompt
-from parcae.evaluate.rolling import continuations
 from parcae.evaluate.scoring import Answer, Scorer
 from parcae.evaluate.tasks import find
 

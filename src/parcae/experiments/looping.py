@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from parcae import draw
+from parcae import plotting as draw
 from parcae.config import ModelConfig
 from parcae.evaluate.loss import losses_by_depth
 from parcae.model import create

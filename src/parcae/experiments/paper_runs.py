@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 
 from parcae.config import ModelConfig
+from parcae.laws import forms as laws
+from parcae.laws import paper
+from parcae.laws.points import points
+from parcae.laws.table import Table, table_from_rows
 from parcae.model import flops
 from parcae.presets import preset
-from parcae.scaling import laws, paper
-from parcae.scaling.points import points
-from parcae.scaling.table import Table, table_from_rows
 
 NOISE = {"parcae-140m": 1e-3, "parcae-370m": 3e-4}
 """Standard deviation of log loss from run to run. The paper's Huber losses of 0.44e-4 and 0.01e-4

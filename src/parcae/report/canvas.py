@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from parcae import draw
+from parcae import plotting as draw
 from parcae.report.series import thin
 
 DASHES = ("-", "--", ":", "-.")

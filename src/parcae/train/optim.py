@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from parcae.model.blocks import Block
-from parcae.train.atan2 import AdamWAtan2, new_moments
+from parcae.train.adamw_atan2 import AdamWAtan2, new_moments
 from parcae.train.muon import Muon
 from parcae.train.schedule import Factors
 from parcae.train.settings import OptimiserConfig

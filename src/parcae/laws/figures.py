@@ -1,0 +1,295 @@
+"""Every figure of the paper's scaling sections, from a study: PNG and SVG.
+
+isoloss      contours of the training law over loops and tokens, with the efficient frontier
+isoflop      a parabola for each FLOP budget
+power-laws   their lowest points against FLOPs
+frontier     looping at its best against fixed depth
+test-time    loss against T by training depth, with exponential fits
+saturation   loss against T of the models no law has seen, all sizes
+unified      the unified law and its oracle on those
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parcae import plotting as draw
+from parcae.laws import axis_ticks
+from parcae.laws.analysis import ModelStudy, Study
+from parcae.laws.comparisons import oracle_curve
+from parcae.laws.fit_file import FittedLaw
+from parcae.laws.optimum import frontier
+from parcae.laws.points import Points
+
+BLUE, ORANGE, GREEN, PURPLE = draw.PALETTE[:4]
+GREY = draw.PALETTE[5]
+Painter = Callable[[Any, ModelStudy], None]
+
+
+def draw_all(study: Study, out: str | Path) -> list[str]:
+    """All figures that the study has data for; returns the names of the PNG files."""
+    out = Path(out)
+    written = []
+    for name, (wanted, paint) in FIGURES.items():
+        chosen = [one for one in study.models.values() if wanted(one)]
+        if chosen:
+            with draw.figure(1, len(chosen), width=4.6, height=3.7) as (canvas, axes):
+                for one, panel in zip(chosen, np.atleast_1d(axes), strict=True):
+                    panel.set_title(one.design.model, parse_math=False)
+                    paint(panel, one)
+                written.append(_save(canvas, out, name))
+    if any(one.power_laws or one.parabolas for one in study.models.values()):
+        written.append(_power_laws(study, out))
+    if saturating := [one for one in study.models.values() if unseen(one)]:
+        written.append(_saturation(saturating, out))
+    return written
+
+
+def _save(canvas: Any, out: Path, name: str) -> str:
+    draw.save(canvas, out / f"{name}.svg")
+    draw.save(canvas, out / f"{name}.png")
+    return f"{name}.png"
+
+
+def _isoloss(axes: Any, one: ModelStudy) -> None:
+    fitted, shape = one.laws["training"], one.design.shape
+    seen = one.design.points.take(one.design.training())
+    loops = np.geomspace(seen.mean_loops.min() / 1.3, seen.mean_loops.max() * 1.6, 120)
+    tokens = np.geomspace(seen.tokens.min() / 1.6, seen.tokens.max() * 1.6, 120)
+    grid = np.meshgrid(loops, tokens)
+    losses = fitted.law.predict(fitted.values, shape.points(*grid)).reshape(grid[0].shape)
+    levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
+    axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
+    _label_contours(axes, levels[1::2], (loops, tokens, losses))
+    low = float(shape.flops_per_token(loops[0]) * tokens[0]) / 2
+    high = float(shape.flops_per_token(loops[-1]) * tokens[-1]) * 2
+    budgets = np.geomspace(low, high, 80)
+    best = np.array([frontier(fitted.values, shape, flops)[0][0] for flops in budgets])
+    axes.plot(best, budgets / shape.flops_per_token(best), color=BLUE, label="efficient frontier")
+    axes.plot(seen.mean_loops, seen.tokens, "o", color=GREY, markersize=3, label="runs")
+    axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
+    axes.set(xlim=(loops[0], loops[-1]), ylim=(tokens[0], tokens[-1]))
+    _loop_ticks(axes, np.unique(seen.mean_loops))
+    axis_ticks.tokens(axes, tokens[0], tokens[-1])
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
+
+
+def _label_contours(
+    axes: Any, levels: np.ndarray, grid: tuple[np.ndarray, np.ndarray, np.ndarray]
+) -> None:
+    """To the right of the runs, so that no label hides one."""
+    loops, tokens, losses = grid
+    column = np.searchsorted(loops, loops[-1] / 1.25)
+    falling = losses[:, column]
+    shown = [level for level in levels if falling[-1] < level < falling[0]]
+    heights = np.interp(shown, falling[::-1], np.log(tokens[::-1]))
+    places = [(loops[column], float(np.exp(height))) for height in heights]
+    for place, level in zip(places, shown, strict=True):
+        axes.text(
+            *place,
+            f"{level:.2f}",
+            fontsize=8,
+            ha="center",
+            va="center",
+            zorder=5,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        )
+
+
+def _isoflop(axes: Any, one: ModelStudy) -> None:
+    rows = one.design.training()
+    points, budget = one.design.points.take(rows), one.design.budget[rows]
+    colors = _shades(len(one.parabolas["loops"]))
+    for parabola, color in zip(one.parabolas["loops"], colors, strict=True):
+        here = budget == parabola.budget
+        places = np.geomspace(parabola.low / 1.1, parabola.high * 1.1, 100)
+        axes.plot(places, parabola.loss(places), color=color, linewidth=1.5)
+        label = _short(parabola.budget)
+        axes.plot(points.mean_loops[here], points.loss[here], "o", color=color, label=label)
+        if parabola.is_inside:
+            best = parabola.optimum
+            axes.plot(best, parabola.loss(best), "*", color=color, markersize=11, zorder=5)
+    axes.set(xscale="log", xlabel="mean loops μ", ylabel="validation loss")
+    _loop_ticks(axes, np.unique(points.mean_loops))
+    _legend_right(axes, "FLOPs")
+
+
+def _frontier(axes: Any, one: ModelStudy) -> None:
+    budgets = np.array([row.budget for row in one.fixed_depth])
+    fitted = one.laws["training"]
+    wide = np.geomspace(budgets.min() / 1.5, budgets.max() * 1.5, 60)
+    found = [_with_band(fitted, one, flops) for flops in wide]
+    middle, low, high = (np.array(part) for part in zip(*found, strict=True))
+    axes.plot(wide, middle, color=BLUE, label="law at its optimal μ")
+    axes.fill_between(wide, low, high, color=BLUE, alpha=0.18, linewidth=0)
+    best = [row.best_loss for row in one.fixed_depth]
+    axes.plot(budgets, best, "o", color=BLUE, label="best looped run")
+    fixed = [(row.budget, row.fixed_loss) for row in one.fixed_depth if row.fixed_loss is not None]
+    if fixed:
+        axes.plot(
+            *zip(*fixed, strict=True), "s--", color=ORANGE, linewidth=1.3, label="fixed depth"
+        )
+    axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
+    _flop_ticks(axes, budgets)
+    axes.legend(loc="upper right", fontsize=8.5)
+
+
+def _with_band(fitted: FittedLaw, one: ModelStudy, flops: float) -> tuple[float, float, float]:
+    value = float(frontier(fitted.values, one.design.shape, flops)[1][0])
+    if fitted.draws is None:
+        return value, value, value
+    losses = frontier(fitted.draws.values, one.design.shape, flops)[1]
+    low, high = np.quantile(losses, [0.05, 0.95])
+    return value, float(low), float(high)
+
+
+def _test_time(axes: Any, one: ModelStudy) -> None:
+    chosen = _densest(one)
+    colors = _shades(len(chosen))
+    for fitted, color in zip(chosen, colors, strict=True):
+        curve = fitted.curve
+        where = np.linspace(curve.test_loops.min(), curve.test_loops.max(), 200)
+        label = f"{curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])}"
+        axes.plot(where, fitted.predict(where), color=color, linewidth=1.4)
+        axes.plot(curve.test_loops, curve.loss, "o", color=color, markersize=3, label=label)
+    axes.set(xlabel="loops at test time T", ylabel="validation loss")
+    _legend_right(axes, "μ, tokens")
+
+
+def _densest(one: ModelStudy) -> list[Any]:
+    """One curve per depth, all of the same tokens if some tokens were used at every depth."""
+    by_tokens: dict[float, list[Any]] = {}
+    for fitted in one.curve_fits:
+        by_tokens.setdefault(float(fitted.curve.tokens[0]), []).append(fitted)
+    same = max(by_tokens.values(), key=lambda part: len({f.curve.mean_loops[0] for f in part}))
+    listed = same if len(same) > 1 else one.curve_fits
+    chosen: dict[float, Any] = {}
+    for fitted in sorted(listed, key=lambda f: -len(f.curve)):
+        chosen.setdefault(float(fitted.curve.mean_loops[0]), fitted)
+    return [chosen[loops] for loops in sorted(chosen)]
+
+
+def _unified(axes: Any, one: ModelStudy) -> None:
+    fitted, curve = one.laws["unified"], unseen(one)
+    assert curve is not None
+    where = np.linspace(1, curve.test_loops.max(), 200)
+    at = one.design.shape.points(curve.mean_loops[0], curve.tokens[0] * np.ones_like(where), where)
+    axes.plot(where, fitted.law.predict(fitted.values, at), color=ORANGE, label="unified law")
+    at_mu = curve.test_loops == np.round(curve.mean_loops)
+    if at_mu.any():
+        oracle = oracle_curve(fitted, float(curve.loss[at_mu][0]), at)
+        axes.plot(where, oracle, "--", color=BLUE, label="with the loss at T = μ")
+    axes.plot(curve.test_loops, curve.loss, "o", color="black", markersize=4, label="measured")
+    axes.set(xlabel="loops at test time T", ylabel="validation loss")
+    axes.legend(loc="upper right", fontsize=8.5)
+    about = f"μ = {curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])} tokens"
+    axes.text(0.98, 0.6, about, transform=axes.transAxes, ha="right", fontsize=8.5, color=GREY)
+
+
+def unseen(one: ModelStudy) -> Points | None:
+    """Of the runs no law has learnt from, the one that is most of its own: the last in the table
+    among those trained on the most tokens."""
+    listed = one.design.curves(one.design.held_out(), 4)
+    if not listed:
+        return None
+    return max(listed, key=lambda curve: (curve.tokens[0], curve.run[0]))
+
+
+def _saturation(several: Sequence[ModelStudy], out: Path) -> str:
+    with draw.figure(width=5.4, height=3.7) as (canvas, axes):
+        for one, color in zip(several, _shades(len(several)), strict=True):
+            curve = unseen(one)
+            assert curve is not None
+            axes.plot(
+                curve.test_loops,
+                curve.loss,
+                "o-",
+                color=color,
+                linewidth=1.4,
+                label=_literal(one.design.model),
+            )
+        axes.set(title="Held-out models", xlabel="loops at test time T", ylabel="validation loss")
+        axes.legend(loc="upper right", fontsize=8.5)
+        return _save(canvas, out, "saturation")
+
+
+def _power_laws(study: Study, out: Path) -> str:
+    chosen = [one for one in study.models.values() if one.parabolas]
+    with draw.figure(len(chosen), 2, width=4.6, height=3.2) as (canvas, axes):
+        for one, pair in zip(chosen, np.atleast_2d(axes), strict=True):
+            names = (("loops", "optimal loops μ*"), ("tokens", "optimal tokens D*"))
+            for panel, (name, text) in zip(pair, names, strict=True):
+                panel.set_title(one.design.model, parse_math=False)
+                panel.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=text)
+                _power_law(panel, one, name)
+        return _save(canvas, out, "power-laws")
+
+
+def _power_law(axes: Any, one: ModelStudy, name: str) -> None:
+    inside = [(p.budget, p.optimum) for p in one.parabolas.get(name, []) if p.is_inside]
+    budgets = [p.budget for p in one.parabolas.get(name, [])]
+    if inside:
+        axes.plot(*zip(*inside, strict=True), "o", color=BLUE, label="parabolas")
+    if name in one.power_laws:
+        law = one.power_laws[name]
+        ends = np.array([min(budgets), max(budgets)])
+        text = f"∝ C^{law.exponent:.2f}"
+        axes.plot(ends, law(ends), color=BLUE, linewidth=1.4, label=text)
+    if "training" in one.laws and budgets:
+        wide = np.geomspace(min(budgets), max(budgets), 40)
+        shape = one.design.shape
+        best = np.array([frontier(one.laws["training"].values, shape, c)[0][0] for c in wide])
+        drawn = best if name == "loops" else wide / shape.flops_per_token(best)
+        axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
+    _flop_ticks(axes, budgets)
+    drawn = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
+    low, high = drawn.min() / 1.15, drawn.max() * 1.15
+    (axis_ticks.loops if name == "loops" else axis_ticks.tokens)(axes, low, high)
+    axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend
+    axes.legend(loc="upper left", fontsize=8.5, ncols=1)
+
+
+def _shades(count: int) -> list[Any]:
+    import matplotlib
+
+    return list(matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(count, 1))))
+
+
+def _literal(text: str) -> str:
+    """A legend takes what stands between dollars for mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _legend_right(axes: Any, title: str) -> None:
+    axes.legend(
+        title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5, title_fontsize=8.5
+    )
+
+
+def _flop_ticks(axes: Any, budgets: Sequence[float] | np.ndarray) -> None:
+    axes.set_xticks(budgets, [_short(one) for one in budgets], fontsize=8.5)
+    axes.minorticks_off()
+
+
+def _short(flops: float) -> str:
+    """1e+18 -> 1e18."""
+    return f"{flops:.3g}".replace("e+", "e")
+
+
+def _loop_ticks(axes: Any, loops: np.ndarray) -> None:
+    axes.set_xticks(loops, [f"{one:g}" for one in loops])
+    axes.minorticks_off()
+
+
+FIGURES: dict[str, tuple[Callable[[ModelStudy], bool], Painter]] = {
+    "isoloss": (lambda one: "training" in one.laws, _isoloss),
+    "isoflop": (lambda one: "loops" in one.parabolas, _isoflop),
+    "frontier": (lambda one: bool(one.fixed_depth) and "training" in one.laws, _frontier),
+    "test-time": (lambda one: len(one.curve_fits) > 1, _test_time),
+    "unified": (lambda one: "unified" in one.laws and unseen(one) is not None, _unified),
+}
+"""By name: which models have it, and how it is painted."""

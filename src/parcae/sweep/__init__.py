@@ -1,0 +1,1 @@
+"""Plan a grid of training runs, run it, and gather one table."""

@@ -1,0 +1,181 @@
+"""`parcae fit` and `parcae predict`, from a table to figures and answers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from parcae.cli import main
+from parcae.experiments.paper_runs import paper_table
+from parcae.laws import axis_ticks
+from parcae.laws import figures as plots
+from parcae.laws.analysis import Effort, run_study
+from parcae.laws.page import write_page
+from parcae.laws.summary import markdown
+from parcae.laws.table import table_from_rows, write_table
+
+pytestmark = pytest.mark.slow
+
+HOSTILE = "a|b $x_$ [red]c[/red] <img src=x onerror=alert(1)></script>"
+"""As a model's name: no cell, no formula, no markup and no tag may come of it."""
+FIGURES = ("isoloss", "isoflop", "frontier", "test-time", "unified", "power-laws", "saturation")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("laws")
+    write_table(folder / "runs.csv", paper_table(("370m",)))
+    assert (
+        main(
+            [
+                "fit",
+                str(folder / "runs.csv"),
+                "--out",
+                str(folder / "fit"),
+                "--draws",
+                "40",
+                "--starts",
+                "80",
+            ]
+        )
+        == 0
+    )
+    return folder
+
+
+def test_everything_is_written(folder):
+    out = folder / "fit"
+    for name in FIGURES:
+        assert (out / f"{name}.png").stat().st_size > 15_000, name
+        assert (out / f"{name}.svg").read_text().lstrip().startswith("<?xml"), name
+    summary = (out / "summary.md").read_text()
+    for words in (
+        "parcae-370m: E + X N(μ)^-x + Y D^-y",
+        "Test-time forms",
+        "L∞ against the loss at T = μ",
+        "How the decay depends on μ",
+        "Looping against fixed depth",
+        "Runs no law has seen",
+        "Share of the gap to the next larger Transformer",
+        "![isoloss](isoloss.png)",
+    ):
+        assert words in summary, words
+    page = (out / "laws.html").read_text()
+    assert "http" not in re.sub(r"http-equiv|http://www.w3.org\S*", "", page)
+    assert '"parcae-370m":{' in page
+
+
+def test_the_summary_holds_the_truth(folder):
+    tree = json.loads((folder / "fit" / "fit.json").read_text())
+    one = tree["models"]["parcae-370m"]
+    assert one["recovery"]["mean"] < 1e-3
+    forms = {row["law"]: row for row in one["test_time_forms"]}
+    assert forms["exponential"]["inside"] == min(row["inside"] for row in forms.values())
+    plain = next(row for row in one["conditionings"] if row["formula"] == "Z exp(-z T)")
+    conditioned = next(row for row in one["conditionings"] if row["formula"] == "Z exp(-z T / μ)")
+    assert plain["grid"] > 10 * conditioned["grid"]
+    assert plain["held_out"] > 3 * conditioned["held_out"]
+    end_to_end = next(row for row in one["held_out"] if row["tokens"] == 29.6e9)
+    assert end_to_end["error"] == pytest.approx(0.0027, abs=5e-4)
+    assert end_to_end["oracle_error"] < 5e-4
+    assert all(row["best_loss"] < row["fixed_loss"] for row in one["fixed_depth"])
+    assert "lowest point lies above the grid" in " ".join(one["fitted"]["warnings"])
+
+
+def test_answers_as_tables_and_as_json(folder, capsys):
+    fit = ["predict", "--fit", str(folder / "fit" / "fit.json")]
+    everything = ["--flops", "6.4e19", "--loss", "2.7", "--loops", "8", "--tokens", "2.96e10"]
+    everything += ["--test-loops", "4", "--tolerance", "0.001"]
+    assert main([*fit, *everything]) == 0
+    said = capsys.readouterr().out
+    for words in ("loops for 6.4e+19 FLOPs", "FLOPs for a loss of 2.7", "T = 4", "worth using"):
+        assert words in said
+    assert main([*fit, *everything, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["recommendation"]["loops"]["value"] == pytest.approx(8, abs=0.6)
+    assert tree["loss"]["estimate"]["value"] == pytest.approx(2.70, abs=0.02)
+    assert 5 < tree["worth"]["estimate"]["value"] < 8
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing is asked"),
+        (["--tolerance", "0.1"], "nothing is asked"),
+        (["--flops", "1e19", "--test-loops", "4"], "Give --loops and --tokens"),
+        (["--flops", "-1"], "not a positive number"),
+        (["--loss", "1"], "never reaches 1"),
+        (["--flops", "1e19", "--model", "x"], "no 'x' in the fit"),
+    ],
+)
+def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, message):
+    assert main(["predict", "--fit", str(folder / "fit" / "fit.json"), *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--draws", "3"], "too few for intervals"),
+        (["--starts", "0"], "Use at least 1"),
+        (["--seed", "-1"], "--seed: -1 is negative"),
+    ],
+)
+def test_settings_that_cannot_work(folder, capsys, words, message):
+    assert main(["fit", str(folder / "runs.csv"), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_table_without_losses_ends_in_one_line(tmp_path, capsys):
+    (tmp_path / "runs.csv").write_text("model,mean_loops\nm,2\n")
+    assert main(["fit", str(tmp_path / "runs.csv"), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith("parcae: ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):
+    table = paper_table(("370m",))
+    rows = [
+        {
+            name: table[name][place]
+            for name in table.columns
+            if name not in ("core", "core_extended")
+        }
+        for place in np.flatnonzero((table["role"] == "fit") & (table["mean_loops"] > 1))
+    ]
+    for one in rows:
+        one["model"] = HOSTILE
+    study = run_study(table_from_rows(rows), Effort(starts=40, unified_starts=40, draws=0))
+    drawn = plots.draw_all(study, tmp_path)
+    text = markdown(study)
+    assert "<img" not in text
+    assert "a\\|b" in text
+    assert HOSTILE not in write_page(study, tmp_path / "laws.html").read_text()
+    assert set(drawn) == {f"{n}.png" for n in FIGURES if n not in ("unified", "saturation")}
+    assert study.gaps == []
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (640, "640"),
+        (14_300, "14.3 k"),
+        (999_900, "1 M"),
+        (2.5e6, "2.5 M"),
+        (1.12e10, "11.2 B"),
+    ],
+)
+def test_tokens_of_any_scale_are_said_in_their_unit(value, words):
+    assert axis_ticks.short(value) == words
+
+
+def test_ticks_are_few_and_within():
+    for low, high in ((1.3e4, 9e4), (1e9, 3e11), (1.0, 1.15), (2.0, 11.0)):
+        ticks = axis_ticks.round_numbers(low, high)
+        assert 1 <= len(ticks) <= 7
+        assert low <= min(ticks) <= max(ticks) <= high

@@ -1,0 +1,179 @@
+"""Answers of a fit against brute force, and fit.json there and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parcae.config import ConfigError
+from parcae.experiments.paper_runs import paper_table
+from parcae.files import FileError
+from parcae.laws import predict
+from parcae.laws.analysis import Effort, run_study
+from parcae.laws.fit_file import choose_model, read_fit, write_fit
+from parcae.laws.forms import TRAINING, UNIFIED
+from parcae.laws.optimum import flops_for, frontier
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def study():
+    return run_study(paper_table(("370m",)), Effort(starts=100, unified_starts=100, draws=60))
+
+
+@pytest.fixture(scope="module")
+def path(study, tmp_path_factory):
+    path = tmp_path_factory.mktemp("fit") / "fit.json"
+    write_fit(path, study.tree())
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return read_fit(path)["parcae-370m"]
+
+
+def loss_by_hand(model, loops, tokens):
+    v = model.laws["training"].values
+    params = model.shape.effective_params(loops)
+    return v["E"] + v["X"] * params ** -v["x"] + v["Y"] * tokens ** -v["y"]
+
+
+def test_what_is_stored_is_what_was_fitted(study, model):
+    one = study.models["parcae-370m"]
+    for name, law in one.laws.items():
+        back = model.laws[name]
+        assert back.law is law.law
+        assert back.values == law.values
+        assert back.left_out == law.left_out
+        assert back.quality == law.quality
+    drawn = model.laws["training"].draws.values["x"]
+    np.testing.assert_allclose(drawn, one.laws["training"].draws.values["x"], rtol=1e-8)
+    assert model.shape == one.design.shape
+    assert model.warnings == one.warnings
+    assert model.power_laws == one.power_laws
+
+
+def test_the_files_own_words(path, study):
+    tree = json.loads(path.read_text())
+    assert tree["data"]["rows"] == len(study.table)
+    fitted = tree["models"]["parcae-370m"]["fitted"]
+    assert set(fitted["shape"]["measured"]) == {"1", "2", "4", "6", "8", "10", "12"}
+    low, high = fitted["laws"]["training"]["intervals"]["x"]
+    assert low < fitted["laws"]["training"]["values"]["x"] < high
+
+
+def test_a_recommendation_is_the_lowest_point_of_the_law(model):
+    answer = predict.recommend(model, 64e18)
+    loops = np.geomspace(2, 60, 20_000)
+    losses = loss_by_hand(model, loops, 64e18 / model.shape.flops_per_token(loops))
+    assert answer.loops.value == pytest.approx(loops[losses.argmin()], rel=2e-3)
+    assert answer.loss.value == pytest.approx(losses.min(), abs=1e-7)
+    spent = answer.tokens.value * model.shape.flops_per_token(answer.loops.value)
+    assert spent == pytest.approx(64e18, rel=1e-6)
+    assert answer.loops.low < answer.loops.value < answer.loops.high
+    assert answer.whole_loops in (7, 8)
+    assert answer.notes == []
+    assert predict.recommend(model, 1e21).notes  # far beyond the grid
+
+
+def test_the_loss_of_a_run_with_and_without_t(model):
+    trained = predict.loss_at(model, 8, 29.6e9)
+    assert trained.estimate.value == pytest.approx(loss_by_hand(model, 8, 29.6e9))
+    assert trained.estimate.low < trained.estimate.value < trained.estimate.high
+    tested = predict.loss_at(model, 8, 29.6e9, 4)
+    values = model.laws["unified"].values
+    at = model.shape.points(8, 29.6e9, 4)
+    assert tested.estimate.value == pytest.approx(float(UNIFIED.predict(values, at)[0]))
+    assert tested.estimate.value > trained.estimate.value
+    assert "outside the runs" in predict.loss_at(model, 8, 1e13).notes[0]
+
+
+def test_the_loops_worth_using(model):
+    answer = predict.loops_worth(model, 8, 29.6e9, 1e-3)
+    floor = TRAINING.predict(
+        {n: model.laws["unified"].values[n] for n in "EXxYy"}, model.shape.points(8, 29.6e9)
+    )[0]
+    there = predict.loss_at(model, 8, 29.6e9, answer.estimate.value).estimate.value
+    assert there / floor - 1 == pytest.approx(1e-3, rel=1e-3)
+    assert predict.loops_worth(model, 8, 29.6e9, 0.9).estimate.value == 1
+
+
+def test_the_cost_of_a_loss_is_the_inverse_of_the_frontier(model):
+    values = model.laws["training"].values
+    for flops in (4e19, 1e20):
+        loops, loss = frontier(values, model.shape, flops)
+        assert flops_for(values, model.shape, float(loss[0]))[0][0] == pytest.approx(
+            flops, rel=1e-4
+        )
+        answer = predict.flops_needed(model, float(loss[0]))
+        assert answer.estimate.value == pytest.approx(flops, rel=1e-4)
+        assert answer.estimate.low < flops < answer.estimate.high
+        assert loops[0] > 1
+    with pytest.raises(ConfigError, match="never reaches 2: with endless data"):
+        predict.flops_needed(model, 2.0)
+
+
+def test_the_parabolas_answer_has_an_interval(model, study):
+    """Widest where it leaves the budgets, and gone where the bootstrap was left away."""
+    law = study.models["parcae-370m"].power_laws["loops"]
+    near, far = (predict.recommend(model, flops).by_parabolas for flops in (6.4e19, 6.4e20))
+    assert near.loops.value == pytest.approx(float(law(6.4e19)))
+    for one in (near.loops, near.tokens, far.loops):
+        assert one.low < one.value < one.high
+    assert far.loops.high / far.loops.low > near.loops.high / near.loops.low
+    low, high = study.models["parcae-370m"].power_intervals["loops"]
+    assert low < law.exponent < high
+    bare = {name: replace(one, replicas=()) for name, one in model.power_laws.items()}
+    assert predict.recommend(replace(model, power_laws=bare), 6.4e19).by_parabolas.loops.low is None
+
+
+@pytest.mark.parametrize("loops", [0.0, 0.5, float("nan")])
+def test_less_than_one_loop_is_refused(model, loops):
+    for ask in (
+        lambda: predict.loss_at(model, loops, 1e10),
+        lambda: predict.loss_at(model, 8, 1e10, loops),
+        lambda: predict.loops_worth(model, loops, 1e10, 0.01),
+    ):
+        with pytest.raises(ConfigError, match="loops are not possible"):
+            ask()
+
+
+@pytest.mark.parametrize("flops", [0.0, -1.0, float("nan"), float("inf")])
+def test_nonsense_is_refused(model, flops):
+    with pytest.raises(ConfigError, match="not a positive number"):
+        predict.recommend(model, flops)
+
+
+def test_what_was_not_fitted_says_why(model):
+    bare = replace(model, laws={}, not_fitted={"training": "Too few runs."})
+    with pytest.raises(ConfigError, match=r"'training' was not fitted\. Too few runs"):
+        predict.recommend(bare, 1e19)
+
+
+def test_a_fit_may_be_named_by_its_folder(path, study):
+    assert read_fit(path.parent).keys() == read_fit(path).keys()
+
+
+def test_a_model_is_chosen_or_named(path):
+    models = read_fit(path)
+    assert choose_model(models, None).model == "parcae-370m"
+    with pytest.raises(ConfigError, match="Did you mean parcae-370m"):
+        choose_model(models, "parcae-37m")
+
+
+def test_a_file_that_was_changed_is_refused(path, tmp_path):
+    tree = json.loads(path.read_text())
+    tree["models"]["parcae-370m"]["fitted"]["laws"]["training"]["values"]["E"] = 1.0
+    (tmp_path / "fit.json").write_text(json.dumps(tree))
+    with pytest.raises(FileError, match="changed since it was written"):
+        read_fit(tmp_path / "fit.json")
+    write_fit(tmp_path / "other.json", {"models": {"m": {"fitted": {}}}})
+    with pytest.raises(FileError, match="not a fit"):
+        read_fit(tmp_path / "other.json")
+    with pytest.raises(FileError, match="no such file"):
+        read_fit(tmp_path / "none.json")

@@ -1,0 +1,161 @@
+"""The table of runs: what is read back, and what is refused with which words."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from parcae.files import FileError
+from parcae.laws.table import (
+    COLUMNS,
+    TableError,
+    read_table,
+    table_from_rows,
+    write_table,
+)
+
+
+def row(**changes):
+    plain = {"model": "m", "mean_loops": 2, "tokens": 1e9, "flops": 1e18}
+    plain |= {"effective_params": 1.5e8, "test_loops": 2, "loss": 3.0}
+    return {**plain, **changes}
+
+
+ROWS = [row(), row(test_loops=4, loss=2.9), row(mean_loops=4, effective_params=1.8e8, loss=2.8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_what_is_written_is_read(tmp_path, suffix):
+    rows = [{**one, "note": f"a, {place}", "core": 1.5 + place} for place, one in enumerate(ROWS)]
+    rows[1]["loss"] = 2.9000000000000004
+    path = write_table(tmp_path / f"runs{suffix}", table_from_rows(rows))
+    back = read_table(path)
+    assert len(back) == 3
+    assert back["model"].tolist() == ["m"] * 3
+    assert back["note"].tolist() == ["a, 0", "a, 1", "a, 2"]
+    for name in ("loss", "tokens", "flops", "effective_params", "core"):
+        assert back[name].tolist() == [one[name] for one in rows]
+    assert len(back.sha256) == 64
+    assert back.run.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_a_missing_column_is_named(name):
+    rows = [{key: value for key, value in one.items() if key != name} for one in ROWS]
+    with pytest.raises(TableError, match=f"no column {name!r}. Its columns are:"):
+        table_from_rows(rows)
+
+
+def test_a_misspelt_column_is_suggested():
+    rows = [{("token" if k == "tokens" else k): v for k, v in one.items()} for one in ROWS]
+    with pytest.raises(TableError, match="Did you mean token"):
+        table_from_rows(rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": float("nan")}, r"'loss' is empty or not finite in row 2\. Remove or mend"),
+        ({"loss": ""}, "'loss' is empty or not finite in row 2"),
+        ({"tokens": float("inf")}, "'tokens' is empty or not finite in row 2"),
+        ({"loss": -1.0}, r"'loss' is not positive in row 2\. Correct that row"),
+        ({"flops": 0}, "'flops' is not positive in row 2"),
+        ({"test_loops": 0.5}, "'test_loops' is below 1 in row 2"),
+        ({"loss": "three"}, r"'loss' is no number in row 2 \(such as 'three'\)"),
+        ({"test_loops": 2}, "rows 1, 2 measure the same run at the same test_loops"),
+        ({"effective_params": 2e8}, "rows 1, 2 give 'm' at mean_loops 2 two values"),
+    ],
+)
+def test_a_row_that_cannot_be_right_is_named(changes, message):
+    rows = [ROWS[0], {**ROWS[1], **changes}, ROWS[2]]
+    with pytest.raises(TableError, match=message):
+        table_from_rows(rows)
+
+
+def test_repeated_runs_are_told_apart_by_seed():
+    rows = [row(seed=1), row(seed=2, loss=3.1)]
+    assert table_from_rows(rows).run.tolist() == [0, 1]
+    with pytest.raises(TableError, match="add a column 'seed' or 'run'"):
+        table_from_rows([row(), row(loss=3.1)])
+
+
+def test_losses_that_are_all_equal_are_refused():
+    with pytest.raises(TableError, match="all 3 losses are 3, so nothing can be learnt"):
+        table_from_rows([row(test_loops=t) for t in (1, 2, 3)])
+
+
+def test_many_rows_are_not_all_listed():
+    rows = [row(test_loops=t, loss=-1.0) for t in range(1, 40)]
+    with pytest.raises(TableError, match="rows 1, 2, 3, 4, 5, 6 and 33 more"):
+        table_from_rows(rows)
+
+
+def test_a_role_must_be_one(tmp_path):
+    with pytest.raises(TableError, match=r"'role' is neither fit nor held-out in row 1"):
+        table_from_rows([row(role="train"), row(role="fit", test_loops=3, loss=2.0)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "empty. The first line names the columns"),
+        (",".join(COLUMNS) + "\n", "no rows"),
+        (",".join(COLUMNS) + "\nm,2,1e9\n", "row 1 has 3 cells for 7 columns"),
+        (",".join([*COLUMNS, "loss"]) + "\n", "the column 'loss' is there twice"),
+    ],
+)
+def test_a_broken_file_is_refused(tmp_path, content, message):
+    path = tmp_path / "runs.csv"
+    path.write_text(content)
+    with pytest.raises(TableError, match=message):
+        read_table(path)
+
+
+@pytest.mark.slow
+def test_files_that_are_no_tables(tmp_path):
+    with pytest.raises(FileError, match="no such file"):
+        read_table(tmp_path / "none.csv")
+    with pytest.raises(TableError, match=r"Use one of \.csv, \.parquet"):
+        read_table(tmp_path / "runs.xlsx")
+    (tmp_path / "runs.parquet").write_bytes(b"nothing")
+    with pytest.raises(FileError, match="not a Parquet file"):
+        read_table(tmp_path / "runs.parquet")
+    (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="not UTF-8"):
+        read_table(tmp_path / "runs.csv")
+
+
+def test_numbers_keep_every_digit(tmp_path):
+    loss = float(np.nextafter(3.0, 4.0))
+    rows = [row(loss=loss), row(test_loops=5, loss=2.0)]
+    back = read_table(write_table(tmp_path / "a.csv", table_from_rows(rows)))
+    assert back["loss"][0] == loss
+
+
+def test_empty_cells_do_not_tear_a_run_apart(tmp_path):
+    table = table_from_rows([{**one, "seed": ""} for one in ROWS])
+    assert table.run.tolist() == [0, 0, 1]
+    with pytest.raises(TableError, match="rows 1, 2 measure the same run"):
+        table_from_rows([row(seed=""), row(seed="", loss=2.5)])
+
+
+def test_names_may_be_spelled_like_numbers_but_not_be_empty():
+    assert table_from_rows([row(model="140", run=3), ROWS[2]]).models == ["140", "m"]
+    with pytest.raises(TableError, match=r"'model' is empty in row 2\. Name that row"):
+        table_from_rows([row(), row(model=" ", loss=2.5)])
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("", "'budget' is empty or not finite"), ("big", "'budget' is no number"), (-1, "positive")],
+)
+def test_a_budget_is_a_number_in_every_row(budget, message):
+    with pytest.raises(TableError, match=message):
+        table_from_rows([{**one, "budget": 1e18} for one in ROWS[:2]] + [row(budget=budget)])
+
+
+def test_a_file_that_only_looks_like_csv_is_refused(tmp_path):
+    (tmp_path / "runs.csv").write_text('model,loss\n"' + "x" * 200_000 + '",1\n')
+    with pytest.raises(FileError, match="not CSV"):
+        read_table(tmp_path / "runs.csv")
