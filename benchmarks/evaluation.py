@@ -24,12 +24,12 @@ import parcae
 from parcae.console import err, out, table
 from parcae.cpu import keep_freed_memory
 from parcae.data.tokenizer import train
-from parcae.evaluate.in_context import InContext, Questions
-from parcae.evaluate.job import DataFile, credit
-from parcae.evaluate.prompts import SEEDS
-from parcae.evaluate.scorer import LoopedScorer
-from parcae.evaluate.scoring import score_all
-from parcae.evaluate.tasks import locate, tasks_named
+from parcae.evaluation.in_context import InContext, Questions
+from parcae.evaluation.job import DataFile, credit
+from parcae.evaluation.prompts import SEEDS
+from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.scoring import score_all
+from parcae.evaluation.tasks import locate, tasks_named
 from parcae.files import write_json
 from parcae.infer.checkpoint import open_checkpoint
 

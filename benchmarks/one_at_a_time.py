@@ -1,7 +1,7 @@
 """In-context evaluation the plain way: one question at a time, nothing shared, full logits.
 
 The oracle of the tests and what `benchmarks/evaluation.py` compares with. It follows the reference
-release step by step and uses nothing of `parcae.evaluate`.
+release step by step and uses nothing of `parcae.evaluation`.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ import torch
 
 import parcae
 from parcae.cpu import keep_freed_memory
-from parcae.train.muon import Muon
-from parcae.train.optim import Optimiser, assign
-from parcae.train.schedule import Factors
-from parcae.train.settings import OptimiserConfig
+from parcae.training.muon import Muon
+from parcae.training.optim import Optimiser, assign
+from parcae.training.schedule import Factors
+from parcae.training.settings import OptimiserConfig
 
 PRESET, ROWS, LENGTH = "parcae-10m", 32, 128
 

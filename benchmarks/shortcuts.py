@@ -3,7 +3,7 @@
     parcae train recipes/python.toml --out runs/python
     python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
 
-Held-out rows are decoded token by token with the true text forced (parcae.evaluate.decoding), so
+Held-out rows are decoded token by token with the true text forced (parcae.evaluation.decoding), so
 losses are exact and comparable; times are of one sequence at a time, the candidates taking turns.
 Speculation writes text of its own, after beginnings of held-out rows.
 """
@@ -22,14 +22,14 @@ from torch import Tensor
 from parcae import console
 from parcae import plotting as draw
 from parcae.cpu import keep_freed_memory
-from parcae.evaluate.decoding import Decoded, decode_forced
+from parcae.evaluation.decoding import Decoded, decode_forced
 from parcae.infer.checkpoint import open_checkpoint
 from parcae.infer.engine import Engine, kernels
 from parcae.infer.exit import ExitRule
 from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan
-from parcae.train.corpora import open_corpora
-from parcae.train.folder import read_recipe
+from parcae.training.corpora import open_corpora
+from parcae.training.folder import read_recipe
 
 PROMPT = 32
 RULES = {

@@ -20,14 +20,14 @@ import torch
 
 from parcae.cpu import keep_freed_memory
 from parcae.files import exclusive
-from parcae.train.corpora import open_corpora
-from parcae.train.display import Display
-from parcae.train.distributed import processes
-from parcae.train.learner import Learner
-from parcae.train.log import Log
-from parcae.train.schedule import factors
-from parcae.train.settings import recipe_from_tree
-from parcae.train.trainer import Run
+from parcae.training.corpora import open_corpora
+from parcae.training.display import Display
+from parcae.training.distributed import processes
+from parcae.training.learner import Learner
+from parcae.training.log import Log
+from parcae.training.schedule import factors
+from parcae.training.settings import recipe_from_tree
+from parcae.training.trainer import Run
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from parcae.config import LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer, train
-from parcae.evaluate.scorer import LoopedScorer
+from parcae.evaluation.scorer import LoopedScorer
 from parcae.model import create
 from parcae.model.store import save
 

@@ -25,8 +25,8 @@ from parcae.infer.plain import generate
 from parcae.infer.request import Piece
 from parcae.infer.text import TextStream
 from parcae.model.store import header, save
-from parcae.train.checkpoint import Checkpoints, Snapshot
-from parcae.train.distributed import Processes
+from parcae.training.checkpoint import Checkpoints, Snapshot
+from parcae.training.distributed import Processes
 
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
 TOKENIZER = train_tokenizer([TEXT], 280)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parcae.cli import main
-from train import runs
+from training import runs
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from parcae.evaluate.finished import Evaluation
+    from parcae.evaluation.finished import Evaluation
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -33,8 +33,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.evaluate.compare import choose_loops, compare, only_in_one
-    from parcae.evaluate.finished import read_evaluation
+    from parcae.evaluation.compare import choose_loops, compare, only_in_one
+    from parcae.evaluation.finished import read_evaluation
     from parcae.files import to_json
 
     a, b = read_evaluation(arguments.a), read_evaluation(arguments.b)

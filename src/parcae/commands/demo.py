@@ -27,7 +27,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
     from parcae.recipe import find_recipe, parse_flags
-    from parcae.train.settings import recipe_from_file
+    from parcae.training.settings import recipe_from_file
 
     recipe = recipe_from_file(find_recipe("demo"), parse_flags(arguments.settings))
     folder = arguments.out / "run"
@@ -54,8 +54,8 @@ def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
 
     from parcae import console
     from parcae.files import read_json
-    from parcae.train.folder import RECIPE_FILE, RESULT_FILE, read_recipe
-    from parcae.train.trainer import train
+    from parcae.training.folder import RECIPE_FILE, RESULT_FILE, read_recipe
+    from parcae.training.trainer import train
 
     if again and (folder / RECIPE_FILE).exists():
         shutil.rmtree(folder)
@@ -77,7 +77,7 @@ def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
     from parcae.infer.checkpoint import find_model
     from parcae.model.looped import LoopedModel
     from parcae.model.store import load
-    from parcae.train.corpora import open_corpora
+    from parcae.training.corpora import open_corpora
 
     batches = list(open_corpora(recipe, folder).validation(recipe, 16))
     profile = measure(cast(LoopedModel, load(find_model(folder))), batches)

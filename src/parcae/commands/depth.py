@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.evaluate.depth import DepthProfile
+    from parcae.evaluation.depth import DepthProfile
 
 MOST_LOOPS = 256
 MOST_TOKENS = 1024
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae import console  # wrong usage need not wait for these
     from parcae.config import ConfigError, require
-    from parcae.evaluate.depth import follow
-    from parcae.evaluate.depth_map import picture
+    from parcae.evaluation.depth import follow
+    from parcae.evaluation.depth_map import picture
     from parcae.infer.checkpoint import open_checkpoint
     from parcae.infer.sampling import BrokenLogits
 

@@ -36,7 +36,7 @@ def register(actions: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae.data.hub import resolve
-    from parcae.evaluate.download import SUITES
+    from parcae.evaluation.download import SUITES
 
     if arguments.name in SUITES:
         return _download_tasks(arguments)
@@ -70,7 +70,7 @@ def _download_dataset(arguments: argparse.Namespace) -> int:
 
 
 def _download_tasks(arguments: argparse.Namespace) -> int:
-    from parcae.evaluate.download import COLLECTION, download_tasks, wanted
+    from parcae.evaluation.download import COLLECTION, download_tasks, wanted
 
     require(
         arguments.revision is None and arguments.first_files is None,

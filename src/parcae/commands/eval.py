@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.evaluate.job import Job
-    from parcae.evaluate.samples import Samples
-    from parcae.evaluate.scoring import Scorer
-    from parcae.evaluate.suites import Suite
+    from parcae.evaluation.job import Job
+    from parcae.evaluation.samples import Samples
+    from parcae.evaluation.scoring import Scorer
+    from parcae.evaluation.suites import Suite
 
 SUITES = ("val", "wikitext", "lambada", "core", "core-extended", "zero-shot")
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae import console
     from parcae.config import ConfigError
-    from parcae.evaluate.opening import open_scorer
+    from parcae.evaluation.opening import open_scorer
     from parcae.infer.sampling import BrokenLogits
 
     scorer = open_scorer(
@@ -131,9 +131,9 @@ def _evaluate(
     scorer: Scorer,
     out: Path,
 ) -> dict[str, Any]:
-    from parcae.evaluate.prompts import SEEDS
-    from parcae.evaluate.samples import Samples
-    from parcae.evaluate.suites import Choices, open_suite
+    from parcae.evaluation.prompts import SEEDS
+    from parcae.evaluation.samples import Samples
+    from parcae.evaluation.suites import Choices, open_suite
 
     choices = Choices(
         arguments.eval_data or Path(), tuple(seeds or SEEDS), arguments.limit, arguments.baselines
@@ -174,7 +174,7 @@ def _evaluate(
 
 def _score(suites: dict[str, Suite], scorer: Scorer, samples: Samples) -> None:
     from parcae import console
-    from parcae.evaluate.runner import estimated_cost, run, unfinished
+    from parcae.evaluation.runner import estimated_cost, run, unfinished
 
     jobs = list(unfinished([job for suite in suites.values() for job in suite.jobs], samples))
     if not jobs:
@@ -203,8 +203,8 @@ def _score(suites: dict[str, Suite], scorer: Scorer, samples: Samples) -> None:
 
 def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> Path | None:
     from parcae import console
-    from parcae.evaluate.published import published_scores
-    from parcae.evaluate.tables import picture
+    from parcae.evaluation.published import published_scores
+    from parcae.evaluation.tables import picture
 
     folder = arguments.eval_data
     published = {} if folder is None else published_scores(folder, arguments.baselines)
@@ -218,7 +218,7 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace, out: Path) -> P
 def tables_that_fit(result: dict[str, Any], published: dict[str, Any]) -> list[Any]:
     """With as many of the published rows beside ours as the terminal has room for."""
     from parcae import console
-    from parcae.evaluate.tables import tables
+    from parcae.evaluation.tables import tables
 
     unbounded = console.out.options.update(width=10_000)
     names = list(published)

@@ -15,16 +15,16 @@ from parcae.config import ConfigError
 from parcae.data.corpus import find_files, read_documents
 from parcae.data.loader import Batch
 from parcae.data.readers import Reading
-from parcae.evaluate.job import DataFile
-from parcae.evaluate.loss import losses_by_depth
-from parcae.evaluate.perplexity import RunningText
-from parcae.evaluate.scorer import LoopedScorer
-from parcae.evaluate.scoring import Scorer
-from parcae.evaluate.suites import TextSuite
+from parcae.evaluation.job import DataFile
+from parcae.evaluation.loss import losses_by_depth
+from parcae.evaluation.perplexity import RunningText
+from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.scoring import Scorer
+from parcae.evaluation.suites import TextSuite
 from parcae.files import FileError
 from parcae.infer.checkpoint import CHECKPOINTS
-from parcae.train.corpora import open_corpora
-from parcae.train.folder import RECIPE_FILE, read_recipe
+from parcae.training.corpora import open_corpora
+from parcae.training.folder import RECIPE_FILE, read_recipe
 
 BATCH_ROWS = 8
 REMEDY = "Name a file of held-out texts by --val-data."

@@ -30,7 +30,7 @@ def pass_on(words: Sequence[str]) -> int:
         raise ConfigError(
             "lm-eval: the harness is not installed: pip install 'parcae[eval]'."
         ) from None
-    import parcae.evaluate.harness  # noqa: F401  (registers the name)
+    import parcae.evaluation.harness  # noqa: F401  (registers the name)
     from parcae.infer.sampling import BrokenLogits
 
     before, sys.argv = sys.argv, ["lm_eval", *words]

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parcae.train.plan import Plan
+    from parcae.training.plan import Plan
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -39,11 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae import console
     from parcae.recipe import parse_flags
-    from parcae.train.settings import recipe_from_file
+    from parcae.training.settings import recipe_from_file
 
     recipe = recipe_from_file(arguments.recipe, parse_flags(arguments.settings))
 
-    from parcae.train.plan import plan  # after the recipe, whose errors need not wait for it
+    from parcae.training.plan import plan  # after the recipe, whose errors need not wait for it
 
     found = plan(
         recipe, arguments.devices, arguments.utilisation, device_speed(arguments.device_flops)

@@ -13,7 +13,7 @@ from parcae.commands.generation_output import tell, write_prompt, write_text
 from parcae.config import ConfigError
 from parcae.infer.engine import Engine, Prompt
 from parcae.infer.meter import Meter
-from parcae.train.stop import StopSignals
+from parcae.training.stop import StopSignals
 
 HELP = r"""A line is a prompt; one that ends in \ goes on in the next. An empty line or Ctrl-D ends.
 Ctrl-C stops the text that is being written. /more goes on with the last text.

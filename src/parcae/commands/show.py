@@ -57,7 +57,7 @@ def _model(tree: dict[str, Any], flags: dict[str, Any]) -> ModelConfig:
     from parcae.config import require
     from parcae.presets import model_from_table
     from parcae.recipe import check_tables, merge
-    from parcae.train.settings import TABLES
+    from parcae.training.settings import TABLES
 
     tree = merge(tree, flags)
     check_tables(tree, TABLES)

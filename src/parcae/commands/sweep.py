@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.sweep.estimate import Estimate
-    from parcae.sweep.folder import SweepFolder
-    from parcae.sweep.plan import Grid, PlannedRun
-    from parcae.sweep.slurm import SlurmConfig
+    from parcae.sweeps.estimate import Estimate
+    from parcae.sweeps.folder import SweepFolder
+    from parcae.sweeps.plan import Grid, PlannedRun
+    from parcae.sweeps.slurm import SlurmConfig
 
 EPILOG = (
     "Settings may be changed for all runs with --table.key VALUE, e.g. --data.global_batch 16. "
@@ -50,7 +50,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from parcae.commands.sweeping import show_plan, show_states
     from parcae.recipe import parse_flags
-    from parcae.sweep.folder import SweepFolder
+    from parcae.sweeps.folder import SweepFolder
 
     flags = parse_flags(arguments.settings)
     slurm = _slurm(arguments, flags.pop("slurm", None))
@@ -94,8 +94,8 @@ def _planned(
     from parcae.commands.sweeping import tell_kept_depths
     from parcae.config import ConfigError
     from parcae.recipe import from_file
-    from parcae.sweep.plan import plan_sweep
-    from parcae.train.settings import KINDS_OF_BUDGET, with_flags
+    from parcae.sweeps.plan import plan_sweep
+    from parcae.training.settings import KINDS_OF_BUDGET, with_flags
 
     grid = _grid(arguments)
     if source.is_dir():
@@ -124,7 +124,7 @@ def _planned(
 
 def _grid(arguments: argparse.Namespace) -> Grid | None:
     from parcae.commands.sweeping import grid_settings, numbers, words
-    from parcae.sweep.plan import Grid
+    from parcae.sweeps.plan import Grid
 
     given = {
         "flops": numbers("--budgets", arguments.budgets),
@@ -144,7 +144,7 @@ def _grid(arguments: argparse.Namespace) -> Grid | None:
 def _slurm(arguments: argparse.Namespace, table: Any) -> SlurmConfig | None:
     from parcae.config import ConfigError
     from parcae.recipe import build
-    from parcae.sweep.slurm import SlurmConfig, check_slurm
+    from parcae.sweeps.slurm import SlurmConfig, check_slurm
 
     if not arguments.slurm and table is None:
         return None
@@ -172,9 +172,9 @@ def _estimate(
     arguments: argparse.Namespace, runs: tuple[PlannedRun, ...], folder: SweepFolder, workers: int
 ) -> Estimate:
     from parcae.commands.plan import device_speed
-    from parcae.sweep.estimate import estimate
-    from parcae.sweep.launch import threads_of
-    from parcae.sweep.run_state import outcome_of
+    from parcae.sweeps.estimate import estimate
+    from parcae.sweeps.launch import threads_of
+    from parcae.sweeps.run_state import outcome_of
 
     left = [run for run in runs if not outcome_of(folder.run(run.name)).is_final]
     speed = device_speed(arguments.device_flops)
@@ -186,9 +186,9 @@ def _work(
 ) -> bool:
     """Whether it was asked to stop."""
     from parcae.commands.sweeping import prepare, show_plan, to_do
-    from parcae.sweep.launch import LocalWorkers, environments, visible_devices
-    from parcae.sweep.progress import Watch
-    from parcae.train.stop import StopSignals
+    from parcae.sweeps.launch import LocalWorkers, environments, visible_devices
+    from parcae.sweeps.progress import Watch
+    from parcae.training.stop import StopSignals
 
     waiting = to_do(runs, folder, arguments.retry)
     if not waiting:
@@ -211,7 +211,7 @@ def _send(
     config: SlurmConfig,
 ) -> bool:
     from parcae.commands.sweeping import prepare, say, to_do
-    from parcae.sweep.slurm import submit
+    from parcae.sweeps.slurm import submit
 
     waiting = to_do(runs, folder, arguments.retry)
     if waiting:

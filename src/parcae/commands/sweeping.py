@@ -10,12 +10,12 @@ from typing import Any
 from parcae import console
 from parcae.config import ConfigError
 from parcae.files import is_in_use
-from parcae.sweep.estimate import Estimate
-from parcae.sweep.folder import TABLE_FILE, SweepFolder, training_tokens
-from parcae.sweep.plan import PlannedRun
-from parcae.sweep.run_state import outcome_of
-from parcae.sweep.slurm import job_states
-from parcae.train.display import clock
+from parcae.sweeps.estimate import Estimate
+from parcae.sweeps.folder import TABLE_FILE, SweepFolder, training_tokens
+from parcae.sweeps.plan import PlannedRun
+from parcae.sweeps.run_state import outcome_of
+from parcae.sweeps.slurm import job_states
+from parcae.training.display import clock
 
 STARTABLE = ("to do", "stopped", "running here")
 """A run that still runs here, under a sweep that was killed, is about to stop: it is waited for."""

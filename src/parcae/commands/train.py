@@ -24,8 +24,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from parcae.config import require
     from parcae.recipe import parse_flags
-    from parcae.train.folder import read_recipe
-    from parcae.train.settings import recipe_from_file
+    from parcae.training.folder import read_recipe
+    from parcae.training.settings import recipe_from_file
 
     source, resumed = arguments.recipe, arguments.resume
     either = "Give a recipe to start a run, or --resume RUN to go on with one."
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         out = arguments.out or Path("runs") / Path(source).stem
         recipe = recipe_from_file(source, flags)
 
-    from parcae.train.trainer import train  # after the recipe, whose errors need not wait for it
+    from parcae.training.trainer import train  # after the recipe, whose errors need not wait for it
 
     result = train(recipe, out, resume=resumed is not None)
     return 1 if result["status"] == "diverged" else 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parcae import plotting as draw
 from parcae.config import ModelConfig
-from parcae.evaluate.loss import losses_by_depth
+from parcae.evaluation.loss import losses_by_depth
 from parcae.model import create
 from parcae.model.injection import ConcatenationInjection
 from parcae.model.looped import LoopedModel

@@ -1,0 +1,168 @@
+"""Token sequences that begin alike, computed together: what they share is computed once.
+
+A bundle is a shared beginning and the branches that go on from it. Bundles lie end to end as one
+row of tokens, the beginning first, then branch after branch; products and norms see plain tokens,
+and only attention knows who follows whom:
+
+    tokens of the beginning    attend to the beginning, causally
+    tokens of a branch         attend to all of the beginning, and to their own branch causally
+
+All tokens that see each other pass through a layer together, so nothing outlives the layer: there
+is no cache, and any number of loops can be read from one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parcae.evaluation.prompts import Prompt, common_prefix
+from parcae.infer.cache import Layout
+
+
+@dataclass(frozen=True)
+class Bundle:
+    shared: tuple[int, ...]
+    branches: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Bundles of one shape are computed alike."""
+        return (len(self.shared), *map(len, self.branches))
+
+    @property
+    def size(self) -> int:
+        return sum(self.shape)
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.shared, *(token for branch in self.branches for token in branch)]
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each token in its own sequence."""
+        begin = len(self.shared)
+        tails = (range(begin, begin + len(branch)) for branch in self.branches)
+        return [*range(begin), *(place for tail in tails for place in tail)]
+
+    def place(self, branch: int, position: int) -> int:
+        """Where a branch's sequence has its token at `position`."""
+        if position < len(self.shared):
+            return position
+        return position + sum(self.shape[1 : branch + 1])
+
+
+def bundle(sequences: Sequence[tuple[int, ...]]) -> Bundle:
+    shared = common_prefix(sequences)
+    return Bundle(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
+
+
+def bundles(prompt: Prompt) -> Iterator[tuple[Bundle, list[list[int]]]]:
+    """Each with the alternatives that are its branches. A scored span's last token is predicted
+    but never read, so answers of one token are one branch, and equal sequences too. Sequences that
+    were cut at different places share nothing."""
+    groups: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for place, (tokens, span) in enumerate(zip(prompt.sequences, prompt.spans, strict=True)):
+        dropped = prompt.lengths[place] - len(tokens)
+        groups.setdefault(dropped, {}).setdefault(tokens[: span.end - 1], []).append(place)
+    for group in groups.values():
+        together = bundle(list(group))
+        if len(together.shared) >= max(together.shape[1:]):
+            yield together, list(group.values())
+        else:  # what little they share would not pay for a mask over all of them
+            for tokens, places in group.items():
+                yield Bundle(tokens, ((),)), [places]
+
+
+class Kept:
+    """Keys and values of the layer at work."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Scratch:
+    """Stands where decoding has its cache. One layer's keys and values suffice."""
+
+    def __init__(self, layout: Layout) -> None:
+        kept = Kept()
+        self.prelude_layers = [kept] * layout.prelude_layers
+        self.coda_layers = [kept] * layout.coda_layers
+        self._core_layers = [kept] * layout.core_layers
+
+    def core_layers(self, loop: int) -> list[Kept]:
+        return self._core_layers
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Bundles of one shape, next to each other."""
+
+    start: int
+    count: int
+    size: int
+    shared: int
+    mask: Tensor | None
+    """What branches see of their bundle [branch tokens, size], added to scores."""
+
+    def part(self, x_NHE: Tensor) -> Tensor:
+        """These bundles' tokens [count, H, size, E]."""
+        here = x_NHE[self.start : self.start + self.count * self.size]
+        return here.unflatten(0, (self.count, self.size)).transpose(1, 2)
+
+    def attend(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+        n = self.shared
+        if n > 0:
+            out[:, :, :n] = _attend(q[:, :, :n], k[:, :, :n], v[:, :, :n], None, scale)
+        if self.mask is not None:
+            out[:, :, n:] = _attend(q[:, :, n:], k, v, self.mask, scale)
+
+
+class Branches:
+    """The attention of one pass over bundles, where decoding has its `Work`."""
+
+    def __init__(self, held: Sequence[Bundle], device: torch.device) -> None:
+        self.ids = [token for one in held for token in one.ids]
+        self.positions = [place for one in held for place in one.positions]
+        self.id_tensor = torch.tensor(self.ids, device=device)
+        self.position_tensor = torch.tensor(self.positions, device=device)
+        self._alike = list(_alike(held, device))
+
+    def write(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:
+        kept.k, kept.v = k_NKE, v_NKE
+
+    def attend(self, q_NHE: Tensor, kept: Kept, scale: float | None = None) -> Tensor:
+        out = torch.empty_like(q_NHE)
+        for group in self._alike:
+            q, k, v = group.part(q_NHE), group.part(kept.k), group.part(kept.v)
+            group.attend(group.part(out), q, k, v, scale)
+        return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _alike(held: Sequence[Bundle], device: torch.device) -> Iterator[Alike]:
+    start = 0
+    for shape, group in groupby(held, key=lambda one: one.shape):
+        count, size = len(list(group)), sum(shape)
+        yield Alike(start, count, size, shape[0], _mask(shape, device))
+        start += count * size
+
+
+def _mask(shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    shared, size = shape[0], sum(shape)
+    if size == shared:
+        return None
+    own = torch.block_diag(*(torch.ones(n, n, device=device).tril() for n in shape[1:]))
+    seen = torch.cat((own.new_ones(size - shared, shared), own), dim=1)
+    return torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)

@@ -1,0 +1,300 @@
+"""A grid of runs as a pure function of a recipe and of what varies: the isoFLOP sweep, the
+fixed-data sweep, learning rates, seeds, or any setting.
+
+    runs = plan_sweep(tree, Grid(flops=(1e13, 2e13), loops=(1, 2, 4)))
+
+Tokens follow from the budget by the count of `parcae.model.flops`; `backprop_loops` is
+ceil(mean_loops / 2) unless the recipe says otherwise; `mean_loops` 1 is fixed depth.
+A run's name follows from where it lies in the grid, so that a larger grid finds it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from parcae.config import ConfigError, ModelConfig, require
+from parcae.model import flops as count
+from parcae.presets import PRESETS
+from parcae.recipe import merge
+from parcae.training.budget import flops_per_step, tokens_per_step, total_steps
+from parcae.training.settings import KINDS_OF_BUDGET, Recipe, recipe_from_tree
+
+OTHER_FLAGS = {
+    "model.preset": "--models",
+    "model.loop.mean_loops": "--loops",
+    "run.seed": "--seeds",
+    "run.validation_depths": "--test-loops",
+    **{f"budget.{kind}": "--budgets or --tokens" for kind in KINDS_OF_BUDGET},
+}
+SHARED = ("data.sources", "data.weights", "data.tokenizer", "data.validation_fraction")
+"""One preparation serves all runs, so these cannot vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What varies. An empty axis stays as the recipe has it."""
+
+    flops: tuple[float, ...] = ()
+    tokens: tuple[float, ...] = ()
+    loops: tuple[float, ...] = ()
+    models: tuple[str, ...] = ()
+    """Presets; the other keys of the recipe's [model] are laid over each."""
+    learning_rates: tuple[float, ...] = ()
+    """AdamW's; Muon's keeps its ratio to it."""
+    seeds: tuple[int, ...] = ()
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Any other, as `table.key`."""
+    test_loops: tuple[int, ...] = ()
+    """T at which every run is validated."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.flops and self.tokens),
+            "--tokens",
+            "a grid has FLOP budgets or numbers of tokens",
+            "Leave --budgets or --tokens away.",
+        )
+        for flag, values in (
+            ("--budgets", self.flops),
+            ("--tokens", self.tokens),
+            ("--learning-rates", self.learning_rates),
+        ):
+            for value in values:
+                fits = 0 < value < math.inf
+                require(fits, flag, f"{value:g} is not a positive number", "Use more.")
+        for flag, values in (("--loops", self.loops), ("--test-loops", self.test_loops)):
+            for value in values:
+                remedy = "Use 1 (fixed depth) or more."
+                fits = 1 <= value < math.inf
+                require(fits, flag, f"{value:g} loops are not possible", remedy)
+        for key in self.settings:
+            if key in OTHER_FLAGS:
+                raise ConfigError(f"--grid: {key} has a flag of its own. Use {OTHER_FLAGS[key]}.")
+            remedy = "Make a sweep for each."
+            require(key not in SHARED, "--grid", f"all runs share {key}", remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A point of the grid, with the recipe that goes there."""
+
+    name: str
+    model: str
+    """What the table of runs calls it; differs where sizes differ."""
+    budget: float | None
+    """FLOPs that were asked for; None where something else decides the length."""
+    settings: Mapping[str, Any]
+    recipe: Recipe
+
+    @property
+    def mean_loops(self) -> float:
+        return self.recipe.model.loop.mean_loops
+
+    @property
+    def parameters(self) -> int:
+        return count.parameter_count(self.recipe.model)
+
+    @property
+    def effective_parameters(self) -> float:
+        return count.effective_parameters(self.recipe.model)
+
+    @property
+    def steps(self) -> int:
+        steps = total_steps(self.recipe)
+        assert steps is not None, "a sweep's runs do not go by the clock"
+        return steps
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * tokens_per_step(self.recipe)
+
+    @property
+    def flops(self) -> float:
+        return self.steps * flops_per_step(self.recipe)
+
+
+def plan_sweep(tree: Mapping[str, Any], grid: Grid) -> tuple[PlannedRun, ...]:
+    """One run for each point of the grid; `tree` is a recipe with the flags laid over it."""
+    _check_clock(tree, grid)
+    base = recipe_from_tree(tree)
+    runs = [_planned(tree, base, grid, point) for point in _points(tree, base, grid)]
+    unique = {run.name: run for run in runs}
+    _check_names(runs)
+    return tuple(unique.values())
+
+
+@dataclass(frozen=True)
+class _Point:
+    model: str | None
+    length: float | None
+    loops: float | None
+    learning_rate: float | None
+    seed: int | None
+    settings: Mapping[str, Any]
+
+
+def _points(tree: Mapping[str, Any], base: Recipe, grid: Grid) -> Iterator[_Point]:
+    if grid.models and "preset" not in tree["model"]:
+        raise ConfigError(
+            "--models: the recipe's [model] starts from no preset, so all of its keys would go. "
+            "Name a preset in it, or make a sweep for each model."
+        )
+    combinations = [
+        dict(zip(grid.settings, values, strict=True))
+        for values in itertools.product(*grid.settings.values())
+    ]
+    for model in grid.models or (None,):
+        loops = (1,) if _runs_once(model) else grid.loops or (None,)
+        lengths = grid.flops or grid.tokens or (None,)
+        rest = (grid.learning_rates or (None,), grid.seeds or (None,), combinations)
+        for point in itertools.product(lengths, loops, *rest):
+            yield _Point(model, *point)
+
+
+def _runs_once(model: str | None) -> bool:
+    """A Transformer among models that loop is there once, whatever loops the others vary."""
+    return model is not None and model in PRESETS and PRESETS[model].architecture == "transformer"
+
+
+def _planned(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -> PlannedRun:
+    recipe = recipe_from_tree(_tree_at(tree, base, grid, point))
+    depths = grid.test_loops or base.run.validation_depths or default_test_loops(grid, base)
+    recipe = replace(recipe, run=replace(recipe.run, validation_depths=tuple(depths)))
+    model = model_name(point.model or tree["model"].get("preset"), recipe.model)
+    run = PlannedRun(
+        name=_run_name(model, recipe, base, grid, point),
+        model=model,
+        budget=point.length if grid.flops else recipe.budget.flops,
+        settings=point.settings,
+        recipe=recipe,
+    )
+    _check_length(run)
+    return run
+
+
+def _tree_at(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -> Mapping[str, Any]:
+    if point.model is not None:
+        table = {**tree["model"], "preset": point.model}
+        if _runs_once(point.model):
+            table.pop("loop", None)
+        tree = {**tree, "model": table}
+    changes: dict[str, Any] = {}
+    for key, value in point.settings.items():
+        changes = merge(changes, _nested(key, value))
+    if point.loops is not None:
+        changes = merge(changes, _nested("model.loop.mean_loops", point.loops))
+    if point.seed is not None:
+        changes = merge(changes, _nested("run.seed", point.seed))
+    if point.learning_rate is not None:
+        optimiser = base.optimiser
+        ratio = optimiser.muon_lr / optimiser.lr if optimiser.lr else 1.0
+        muon = float(f"{point.learning_rate * ratio:.12g}")
+        rates = {"lr": point.learning_rate, "muon_lr": muon}
+        changes = merge(changes, {"optimiser": rates})
+    tree = merge(tree, changes)
+    if point.length is not None:
+        tree["budget"] = {"flops" if grid.flops else "tokens": point.length}
+    return tree
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    *tables, leaf = key.split(".")
+    require(len(tables) > 0, "--grid", f"{key!r} is not a setting", "Write table.key=1,2.")
+    tree: dict[str, Any] = {leaf: value}
+    for table in reversed(tables):
+        tree = {table: tree}
+    return tree
+
+
+def default_test_loops(grid: Grid, base: Recipe) -> tuple[int, ...]:
+    """One loop, every mean of the grid, and twice the largest with a stop on the way."""
+    means = [max(1, round(loops)) for loops in grid.loops or (base.model.loop.mean_loops,)]
+    deepest = max(means)
+    return tuple(sorted({1, *means, round(1.5 * deepest), 2 * deepest}))
+
+
+def model_name(preset: str | None, config: ModelConfig) -> str:
+    """The preset, where only its loops and context are changed; else its family and the size."""
+    if preset is not None and preset in PRESETS:
+        original = PRESETS[preset]
+        if config == replace(original, loop=config.loop, context_length=config.context_length):
+            return preset
+    family = preset.rpartition("-")[0] if preset else config.architecture
+    size = count.parameter_count(config)
+    spelled = f"{size / 1e6:.4g}m" if size >= 1e6 else f"{size / 1e3:.4g}k"
+    return f"{family}-{spelled}"
+
+
+def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Point) -> str:
+    parts = [model, f"mu{spell(recipe.model.loop.mean_loops)}"]
+    if point.length is not None:
+        parts.append(f"{spell(point.length)}-{'flops' if grid.flops else 'tokens'}")
+    if recipe.optimiser.lr != base.optimiser.lr and point.learning_rate is not None:
+        parts.append(f"lr{spell(recipe.optimiser.lr)}")
+    if recipe.run.seed != base.run.seed:
+        parts.append(f"seed{recipe.run.seed}")
+    parts += [f"{key.rpartition('.')[2]}={spell(value)}" for key, value in point.settings.items()]
+    return "-".join(parts).replace("/", "_").replace(" ", "")
+
+
+def spell(value: Any) -> str:
+    """1.5e13, not 15000000000000.0 or 1.5e+13: it is part of a file's name."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if abs(value) < 1e5:
+        return f"{value:.10g}"
+    digits, power = f"{value:.9e}".split("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+def _check_clock(tree: Mapping[str, Any], grid: Grid) -> None:
+    budget = tree.get("budget", {})
+    replaced = bool(grid.flops or grid.tokens)
+    for name, remedy in (
+        ("minutes", "Give --budgets or --tokens, or a recipe with another budget."),
+        ("at_most_minutes", "Leave it out: --budget.at_most_minutes none."),
+    ):
+        value = budget.get(name) if isinstance(budget, Mapping) else None
+        if value not in (None, "none") and not (name == "minutes" and replaced):
+            problem = "a run that the clock may end has no number of tokens to plan"
+            raise ConfigError(f"budget.{name}: {problem}. {remedy}")
+
+
+def _check_length(run: PlannedRun) -> None:
+    recipe = run.recipe
+    budget, each = recipe.budget, tokens_per_step(recipe)
+    smaller = f"or --data.global_batch below {recipe.data.global_batch}"
+    if budget.flops is not None:
+        least = flops_per_step(recipe)
+        require(
+            budget.flops >= least,
+            "--budgets",
+            f"{budget.flops:g} FLOPs are less than one step of {run.name} takes ({least:.3g})",
+            f"Use more, {smaller}.",
+        )
+    if budget.tokens is not None:
+        require(
+            budget.tokens >= each,
+            "--tokens",
+            f"{budget.tokens:g} are less than one step of {run.name} takes ({each:,})",
+            f"Use more, {smaller}.",
+        )
+
+
+def _check_names(runs: list[PlannedRun]) -> None:
+    """Two recipes under one name, or two sizes under one model's, would be taken for one."""
+    by_name: dict[str, PlannedRun] = {}
+    sizes: dict[tuple[str, float], float] = {}
+    for run in runs:
+        other = by_name.setdefault(run.name, run)
+        if other.recipe != run.recipe:
+            raise ConfigError(f"{run.name}: two runs of the grid have this name. Split the grid.")
+        size = sizes.setdefault((run.model, run.mean_loops), run.effective_parameters)
+        if size != run.effective_parameters:
+            raise ConfigError(
+                f"{run.model}: two sizes of the grid round to this name. Make a sweep for each."
+            )

@@ -1,0 +1,137 @@
+"""Which parameter is optimised by what, and all optimisers of a model behind one interface.
+
+    attention q, k, v, out; MLP fc, proj                                         Muon
+    embeddings, value tables and their gates, head, norms, injection, readout    AdamW
+
+A SwiGLU's `fc` holds two matrices, [gate; up]; as in the authors' release it is one to Muon.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from parcae.model.blocks import Block
+from parcae.training.adamw_atan2 import AdamWAtan2, new_moments
+from parcae.training.muon import Muon
+from parcae.training.schedule import Factors
+from parcae.training.settings import OptimiserConfig
+
+Named = list[tuple[str, nn.Parameter]]
+
+_FUSED_DEVICES = ("cpu", "cuda", "mps")
+
+
+def assign(model: nn.Module, kind: str) -> dict[str, Named]:
+    """Every parameter, by name, in exactly one of the groups "adamw", "muon", "adamw-atan2"."""
+    named = list(model.named_parameters())
+    if kind != "muon-adamw":
+        return {kind: named}
+    to_muon = {id(p) for block in model.modules() if isinstance(block, Block) for p in _of(block)}
+    return {
+        "adamw": [(name, p) for name, p in named if id(p) not in to_muon],
+        "muon": [(name, p) for name, p in named if id(p) in to_muon],
+    }
+
+
+def _of(block: Block) -> list[Tensor]:
+    """The matrices of a block that Muon takes: all but the value gate and the norms."""
+    attn, mlp = block.attn, block.mlp
+    return [linear.weight for linear in (attn.q, attn.k, attn.v, attn.out, mlp.fc, mlp.proj)]
+
+
+class Optimiser:
+    """The optimisers of one model, stepped together.
+
+    Parameters that are frozen when it is made have no state and never move; those without a
+    gradient are left alone in that step. AdamW's and its relatives' weight decay is for matrices:
+    a norm's weights are not better for being small.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimiserConfig,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        """`process_group`: ranks with the same parameters and gradients (DDP), to share work."""
+        self.config = config
+        self.names: dict[Tensor, str] = {}
+        self.members: dict[str, Optimizer] = {}
+        for kind, named in assign(model, config.kind).items():
+            trained = [(name, p) for name, p in named if p.requires_grad]
+            if trained:
+                self.names |= {p: name for name, p in trained}
+                parameters = [p for _, p in trained]
+                self.members[kind] = _make(kind, parameters, config, process_group)
+
+    def step(self, factors: Factors) -> None:
+        config = self.config
+        for kind, member in self.members.items():
+            for group in member.param_groups:
+                if kind == "muon":
+                    group["lr"] = config.muon_lr * factors.lr
+                    group["momentum"] = factors.momentum
+                    group["weight_decay"] = config.muon_weight_decay * factors.weight_decay
+                    continue
+                group["lr"] = config.lr * factors.lr
+                if kind == "adamw-atan2":  # torch's AdamW multiplies by the learning rate itself
+                    group["weight_decay"] = group["full_weight_decay"] * factors.lr
+            member.step()
+
+    def zero_grad(self) -> None:
+        for member in self.members.values():
+            member.zero_grad(set_to_none=True)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of the last step; before the first, what the configuration says."""
+        return {kind: member.param_groups[0]["lr"] for kind, member in self.members.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by "<parameter>.<slot>": the live tensors, there from the beginning, so
+        a checkpoint is loaded by copying into them."""
+        return {
+            f"{self.names[p]}.{slot}": tensor
+            for member in self.members.values()
+            for p, state in member.state.items()
+            for slot, tensor in state.items()
+        }
+
+
+def _make(
+    kind: str, parameters: list[nn.Parameter], config: OptimiserConfig, group: ProcessGroup | None
+) -> Optimizer:
+    if kind == "muon":
+        return Muon(
+            parameters,
+            lr=config.muon_lr,
+            momentum=config.muon_momentum,
+            beta2=config.muon_beta2,
+            weight_decay=config.muon_weight_decay,
+            process_group=group,
+        )
+    betas = (config.beta1, config.beta2)
+    if kind == "adamw-atan2":
+        return AdamWAtan2(_decaying(parameters, config), lr=config.lr, betas=betas)
+    fused = all(p.device.type in _FUSED_DEVICES for p in parameters)
+    groups = _decaying(parameters, config)
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    for p in parameters:
+        adamw.state[p] = new_moments(p)
+    return adamw
+
+
+def _decaying(parameters: list[nn.Parameter], config: OptimiserConfig) -> list[dict[str, Any]]:
+    """Parameter groups: matrices with the configured decay, vectors with none."""
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    groups = [(matrices, config.weight_decay), (vectors, 0.0)]
+    return [
+        {"params": members, "weight_decay": decay, "full_weight_decay": decay}
+        for members, decay in groups
+        if members
+    ]

@@ -1,0 +1,201 @@
+"""What can go wrong with data, models and disks is told in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from evaluation_fixtures import WORDS, write_lines
+from parcae import cli, console
+from parcae.commands.eval import tables_that_fit
+from parcae.evaluation.in_context import Questions
+from parcae.evaluation.items import read_items
+from parcae.evaluation.job import DataFile
+from parcae.evaluation.prompts import Prompt, Span
+from parcae.evaluation.published import published_scores
+from parcae.evaluation.samples import Samples
+from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.scoring import read_predictions
+from parcae.evaluation.tasks import tasks_named
+from parcae.evaluation.texts import read_wikitext
+from parcae.files import FileError
+from parcae.infer.network import Network
+from parcae.infer.sampling import BrokenLogits
+from parcae.model.store import load, save
+
+
+def test_a_file_with_fewer_questions_than_examples_is_named(tmp_path):
+    (task,) = tasks_named(["bigbench_operators"])
+    path = tmp_path / "short.jsonl"
+    write_lines(path, [{"context": word, "continuation": "x"} for word in WORDS[:10]])
+    with pytest.raises(FileError, match=r"short.jsonl: 10 questions are too few"):
+        Questions(task, DataFile(path, "test"))
+
+
+@pytest.mark.parametrize("kind", ["multiple_choice", "schema"])
+def test_half_a_character_among_the_choices_is_named(kind, tmp_path):
+    path = tmp_path / "task.jsonl"
+    field = "choices" if kind == "multiple_choice" else "context_options"
+    row = {"query": "a", "continuation": "a", field: ["b", "\ud800"], "gold": 0}
+    path.write_text(json.dumps(row))
+    with pytest.raises(FileError, match=f"line 1, field {field}: half of a surrogate"):
+        read_items(path, kind)
+
+
+def test_damaged_wikitext(tmp_path):
+    path = tmp_path / "wiki.test.raw.gz"
+    path.write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40)
+    with pytest.raises(FileError, match="not a whole gzip file"):
+        read_wikitext(path)
+
+
+def test_texts_without_text(checkpoint, tmp_path, capsys):
+    path = tmp_path / "held.jsonl"
+    path.write_text('{"text": ""}\n')
+    words = ["eval", str(checkpoint), "--val-data", str(path), "--out", str(tmp_path / "out")]
+    assert cli.main(words) == 2
+    assert "holds no text" in capsys.readouterr().err
+
+
+def test_a_diverged_model_is_told_with_its_depth(checkpoint, task_folder, tmp_path, capsys):
+    model = load(checkpoint)
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    save(model, tmp_path / "model")
+    (tmp_path / "model/tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
+    words = ["eval", str(tmp_path / "model"), "--suite", "lambada", "--loops", "2,3"]
+    assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 2
+    assert "at 2 loops, logits: not a number" in capsys.readouterr().err
+
+
+def test_a_depth_at_which_a_model_diverges_is_lost_alone(
+    checkpoint, task_folder, tmp_path, monkeypatch, capsys
+):
+    def evaluate(loops: str, out: Path) -> dict:
+        words = ["eval", str(checkpoint), "--suite", "core,zero-shot,lambada", "--limit", "3"]
+        words += ["--eval-data", str(task_folder), "--loops", loops, "--out", str(out)]
+        assert cli.main(words) == 0
+        return json.loads((out / "result.json").read_text())["suites"]
+
+    sound = evaluate("2", tmp_path / "sound")
+    loop = Network.loop
+
+    def overflows(network, h, drive, work, cache, loops):
+        return loop(network, h, drive, work, cache, loops) * (torch.inf if 3 in loops else 1)
+
+    monkeypatch.setattr(Network, "loop", overflows)
+    capsys.readouterr()
+    found = evaluate("2,3", tmp_path / "lost")
+    assert "T=3 (diverged)" in capsys.readouterr().out
+    for suite, expected in sound.items():
+        assert found[suite]["by_loops"]["2"] == expected["by_loops"]["2"]
+        assert found[suite]["by_loops"]["3"] is None
+        for task, held in found[suite].get("tasks", {}).items():
+            if held is not None:
+                assert held["by_loops"] == {**expected["tasks"][task]["by_loops"], "3": None}
+    both = ["compare", str(tmp_path / "sound"), str(tmp_path / "lost")]
+    assert cli.main([*both, "--loops", "2,2"]) == 0
+    assert cli.main([*both, "--loops", "2,3"]) == 2
+    assert "no predictions to compare" in capsys.readouterr().err
+
+
+def test_a_token_that_cannot_be_said_is_told():
+    logits = torch.tensor([[0.0, 1.0, -torch.inf]])
+    with pytest.raises(BrokenLogits, match="minus infinity"):
+        read_predictions(lambda x: x, logits, torch.tensor([2]), 3)
+
+
+def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
+    words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    assert cli.main([*words, "--suite", ","]) == 2
+    assert "suite: none is named" in capsys.readouterr().err
+    twice = ["--suite", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
+    assert cli.main([*words, *twice]) == 0
+    core = json.loads((tmp_path / "result.json").read_text())["suites"]["core"]
+    assert core["seeds"] == [7]
+    assert core["by_loops"]["1"]["deviation"] is None
+
+
+def test_starting_again_leaves_no_result_of_another_evaluation(
+    checkpoint, task_folder, tmp_path, monkeypatch
+):
+    words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    words += ["--suite", "lambada", "--loops", "1,2"]
+    assert cli.main(words) == 0
+    assert (tmp_path / "scores.png").exists()
+    monkeypatch.setattr(LoopedScorer, "score", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert cli.main([*words, "--again"]) == 130
+    assert not (tmp_path / "result.json").exists()
+    assert not (tmp_path / "scores.png").exists()
+
+
+def test_a_full_disk_says_what_was_kept(scorer, task_folder, tmp_path, monkeypatch):
+    samples = Samples(tmp_path, {"model": "m"})
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    job = type("Job", (), {"name": "a", "seed": None, "source": DataFile(tmp_path, "x")})()
+    object.__setattr__(job.source, "sha256", "0" * 64)
+    with pytest.raises(FileError, match=r"No space left.*is kept; make room"):
+        samples.add(job, {0: {}})
+
+
+def test_answers_of_equal_tokens_share_the_credit_exactly(scorer):
+    """Alternatives that are the same tokens are computed once, so they tie to the last bit."""
+    tokens = (0, *scorer.encode("the cat sat on"))
+    prompt = Prompt((tokens,) * 3, (Span(3, len(tokens)),) * 3, (len(tokens),) * 3)
+    ((first, second, third),) = scorer.score([prompt])
+    assert torch.equal(first.nats, second.nats)
+    assert torch.equal(first.nats, third.nats)
+
+
+def test_published_scores_are_centred_like_ours(shared_data: Path):
+    folder = shared_data / "data"
+    theirs, anew = published_scores(folder), published_scores(folder, "dclm")
+    assert list(theirs) == ["GPT-2", "GPT-2 medium", "GPT-2 large", "GPT-2 XL"]
+    for name in theirs:
+        assert anew[name]["arc_easy"] == pytest.approx(theirs[name]["arc_easy"], abs=2e-6)
+        assert anew[name]["commonsense_qa"] < theirs[name]["commonsense_qa"]  # 40.3, not 20
+        tasks = [score for task, score in anew[name].items() if task != "CORE"]
+        assert anew[name]["CORE"] == pytest.approx(sum(tasks) / 22)
+        assert anew[name]["CORE"] < theirs[name]["CORE"]
+
+
+def test_unreadable_published_scores_are_left_out(tmp_path):
+    path = tmp_path / "openai-community-gpt2.csv"
+    path.write_bytes(b"Task,Accuracy,Centered\n\xff\xfe,x\nCORE,,0.25\n")
+    assert published_scores(tmp_path) == {"GPT-2": {"CORE": 0.25}}
+
+
+def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    assert cli.main(["eval", "runs/smok"]) == 2
+    assert "runs/smok: no such folder" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_items_binds_nobody(checkpoint, task_folder, tmp_path):
+    """Held-out rows of a run leave no items, so another list of depths is no contradiction."""
+    Samples(tmp_path, {"loops": [1, 2, 4]})
+    words = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
+    assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
+
+
+def test_published_scores_give_way_on_a_narrow_terminal(monkeypatch):
+    result = {
+        "looped": True,
+        "suites": {"core": {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0}},
+    }
+    core = result["suites"]["core"]
+    core |= {"tasks_wanted": 1, "tasks": {"copa": None}, "by_loops": {"1": None}}
+    published = {"GPT-2": {"copa": 0.2}, "GPT-2 medium": {"copa": 0.3}}
+    for width, columns in ((200, 6), (60, 5), (20, 4)):
+        monkeypatch.setattr(console.out, "_width", width)
+        monkeypatch.setattr(type(console.out), "is_terminal", True)
+        (table,) = tables_that_fit(result, published)
+        assert len(table.columns) == columns

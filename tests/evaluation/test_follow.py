@@ -1,0 +1,187 @@
+"""What every loop does to every token, against forwards at each depth; and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import KINDS, randomised, tiny
+from parcae.cli import main
+from parcae.commands.depth import shown_depths
+from parcae.config import ConfigError, LoopConfig
+from parcae.data.tokenizer import train as train_tokenizer
+from parcae.evaluation.depth import DepthProfile, follow
+from parcae.infer.sampling import BrokenLogits
+from parcae.model.store import save
+
+TOKENS = [5, 17, 80, 80, 3, 60, 9]
+TEXT = "price = $x_1$ [bold] 日\n\tend      of"
+TOKENIZER = train_tokenizer(["price = value\n\tend      of price\n" * 5], 300)
+LABELS = (">price<", ">[<", ">$<", ">␣×5<", ">→end<")
+"""How tokens are drawn: neither as formulas nor as markup, and with white space that shows."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return randomised(tiny(vocab_size=TOKENIZER.vocab_size + 3))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save(model, folder)
+    TOKENIZER.save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parcae", "parcae-wide-state", "rdm", "addition"])
+def test_each_row_is_a_forward_at_that_depth(kind):
+    model = randomised(KINDS[kind])
+    profile = follow(model, TOKENS, loops=6)
+    row = torch.tensor([TOKENS])
+    assert profile.targets.tolist() == TOKENS[1:]
+    assert profile.loss.shape == profile.change.shape == profile.predicted.shape == (6, 6)
+    before = torch.zeros(())
+    for loops in range(1, 7):
+        seen = model(row[:, :-1], depths=loops, state="zero")
+        loss = F.cross_entropy(seen.logits[0], row[0, 1:], reduction="none")
+        torch.testing.assert_close(profile.loss[loops - 1], loss.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(profile.predicted[loops - 1], seen.logits[0].argmax(-1))
+        state = seen.state[0].detach()
+        change = (state - before).norm(dim=-1) / state.norm(dim=-1)
+        torch.testing.assert_close(profile.change[loops - 1], change, rtol=1e-3, atol=1e-6)
+        before = state
+    assert torch.equal(profile.change[0], torch.ones(6))
+
+
+def test_loops_left_out_are_the_mean_in_training(model):
+    assert follow(model, TOKENS).loops == 4
+
+
+def test_settled_is_when_the_last_prediction_came_to_stay():
+    predicted = torch.tensor([[1, 1, 1, 4], [1, 2, 3, 3], [1, 1, 3, 4], [1, 1, 3, 5]])
+    nothing = torch.zeros(4, 4)
+    profile = DepthProfile(torch.zeros(4), nothing, nothing, predicted)
+    assert profile.settled.tolist() == [1, 3, 2, 4]
+
+
+def test_what_cannot_be_followed_is_refused(model):
+    with pytest.raises(ConfigError, match="tokens predict nothing"):
+        follow(model, [5])
+    with pytest.raises(ConfigError, match="0 is not positive"):
+        follow(model, TOKENS, loops=0)
+    plain = tiny(
+        architecture="transformer",
+        injection="none",
+        readout=False,
+        prelude_norm=False,
+        loop=LoopConfig(mean_loops=1),
+    )
+    with pytest.raises(ConfigError, match="has no loop"):
+        follow(randomised(plain), TOKENS)
+
+
+def test_a_model_that_predicts_nothing_is_named():
+    broken = randomised(tiny())
+    with torch.no_grad():
+        broken.embed.weight.fill_(torch.nan)
+    with pytest.raises(BrokenLogits):
+        follow(broken, TOKENS)
+
+
+@pytest.mark.slow
+def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
+    picture = tmp_path / "deep" / "map.svg"
+    words = ["depth", str(folder), "--loops", "5", "--out", str(picture), TEXT]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    ids = TOKENIZER.encode(TEXT)
+    profile = follow(model, [TOKENIZER.bos, *ids], loops=5)
+    assert [one["token"] for one in told["tokens"]] == ids
+    assert "".join(one["text"] for one in told["tokens"]).startswith("price = $x_1$")
+    torch.testing.assert_close(torch.tensor(told["mean_loss"]), profile.loss.mean(1))
+    for place, one in enumerate(told["tokens"]):
+        torch.testing.assert_close(torch.tensor(one["loss"]), profile.loss[:, place])
+        torch.testing.assert_close(torch.tensor(one["change"]), profile.change[:, place])
+        assert one["predicted"] == profile.predicted[:, place].tolist()
+        assert one["settled"] == profile.settled[place]
+    drawn = picture.read_text()
+    for words in ("Loss of each token", "How far each loop", *LABELS):
+        assert words in drawn
+
+
+@pytest.mark.slow
+def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tmp_path):
+    picture = tmp_path / "map.png"
+    assert main(["depth", str(folder), TEXT, "--out", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ids = TOKENIZER.encode(TEXT)
+    profile = follow(model, [TOKENIZER.bos, *ids])
+    rows = [line.split() for line in lines if line.startswith("  '")]
+    assert len(rows) == len(ids)
+    mean = next(line for line in lines if line.startswith("  mean")).split()
+    assert mean[1:4] == [f"{profile.loss[t - 1].mean():.2f}" for t in (1, 2, 4)]
+    assert any("'['" in line or "' ['" in line for line in lines)  # no markup in a token
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert lines[-1] == f"wrote {picture}"
+
+
+@pytest.mark.slow
+def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
+    """Of a model that is no run's, in out/: its folder is left as it is."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "runs/mine/checkpoints/step-00000001")
+    for source, place in {
+        "runs/mine": "runs/mine/depth.png",
+        "runs/mine/checkpoints/step-00000001": "runs/mine/depth.png",
+        str(tmp_path / "runs" / "mine"): str(tmp_path / "runs" / "mine" / "depth.png"),
+        str(folder): "out/depth.png",
+    }.items():
+        assert main(["depth", source, "price"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == f"wrote {place}"
+        Path(place).unlink()
+    monkeypatch.chdir("runs/mine/checkpoints")
+    assert main(["depth", "step-00000001", "price"]) == 0
+    assert (tmp_path / "runs" / "mine" / "depth.png").exists()
+    assert not (folder / "depth.png").exists()
+
+
+@pytest.mark.slow
+def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
+    words = ["depth", str(folder), "price " * 50, "--json", "--out", str(tmp_path / "map.svg")]
+    whole = len(TOKENIZER.encode("price " * 50))
+    for more, kept in ((["--tokens", "7"], 7), ([], 32)):  # the context holds 32
+        assert main([*words, *more]) == 0
+        captured = capsys.readouterr()
+        assert len(json.loads(captured.out)["tokens"]) == kept
+        assert f"The first {kept} of {whole} tokens" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["", "--loops", "3"], "text: it is empty"),
+        (["price", "--loops", "0"], "--loops: 0 is out of range"),
+        (["price", "--loops", "1000000000"], "--loops: 1000000000 is out of range. Use 1 to 256."),
+        (["price", "--tokens", "0"], "--tokens: 0 is out of range"),
+        (["price", "--out", "map.txt"], "Use .png, .svg or .pdf"),
+        (["@nowhere.txt"], "no such file"),
+    ],
+)
+def test_mistakes(capsys, folder, words, message):
+    assert main(["depth", str(folder), *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert message in said
+
+
+def test_shown_depths():
+    assert shown_depths(1) == [1]
+    assert shown_depths(8) == [1, 2, 4, 8]
+    assert shown_depths(11) == [1, 2, 4, 8, 11]

@@ -1,0 +1,166 @@
+"""Models of Hugging Face's library in the same table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parcae import cli
+from parcae.evaluation.hf_scorer import ForeignScorer, tokenizer_fingerprint
+from parcae.evaluation.opening import is_foreign, open_scorer
+from parcae.evaluation.perplexity import continuations
+from parcae.evaluation.prompts import Span, cut_left
+from parcae.evaluation.scoring import score_all
+
+transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def folder(request, small_tokenizer, tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    kind = transformers.GPT2Config if request.param == "gpt2" else transformers.LlamaConfig
+    names = {
+        "gpt2": {"n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 2},
+        "llama": {
+            "max_position_embeddings": 48,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
+    }[request.param]
+    config = kind(vocab_size=small_tokenizer.vocab_size, bos_token_id=0, eos_token_id=1, **names)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    out = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(out)
+    path = out / "plain.json"
+    small_tokenizer.save(path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(path), bos_token="<|bos|>", eos_token="<|eos|>"
+    ).save_pretrained(out)
+    return out
+
+
+@pytest.mark.slow
+def test_every_sequence_as_alone(folder: Path):
+    scorer = ForeignScorer.open(str(folder), batch_tokens=70)
+    assert scorer.context_length == 48
+    prompts = [
+        continuations("the cat sat on a mat", [" and saw", " one dog run"], scorer),
+        continuations("one dog", [" run far"], scorer),
+        cut_left([scorer.encode("rain in light " * 40)], [Span(100, 110)], 48),
+    ]
+    for prompt, answers in zip(prompts, score_all(scorer, prompts), strict=True):
+        for tokens, span, answer in zip(prompt.sequences, prompt.spans, answers, strict=True):
+            with torch.no_grad():
+                logits = scorer.model(torch.tensor([tokens[:48]])).logits[0]
+            logits = logits[span.start - 1 : span.end - 1].float()
+            wanted = torch.tensor(tokens[span.start : span.end])
+            nats = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+            assert torch.allclose(answer.nats[0].float(), nats, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
+    assert is_foreign(folder)
+    words = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
+    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert not result["looped"]
+    assert result["suites"]["core"]["tasks_scored"] == 4
+
+
+def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["eval", "nobody/nothing", "--out", str(tmp_path)]) == 2
+    assert "nobody/nothing" in capsys.readouterr().err
+    assert not is_foreign(tmp_path)
+
+
+@pytest.mark.slow
+def test_loops_are_refused_without_a_loop(folder: Path):
+    with pytest.raises(ValueError, match="no loop"):
+        open_scorer(folder, [8])
+
+
+def test_options_of_our_models_are_refused(folder: Path, tmp_path: Path, capsys):
+    for words in (["--state", "like-init"], ["--tokenizer", "x.json"], ["--best"]):
+        assert cli.main(["eval", str(folder), "--out", str(tmp_path), *words]) == 2
+        assert words[0].strip("-") in capsys.readouterr().err
+
+
+def test_another_tokenizer_is_another_model(folder: Path):
+    """With other merges the same weights read other tokens."""
+    scorer = ForeignScorer.open(str(folder))
+    before = tokenizer_fingerprint(scorer.tokenizer)
+    assert before == tokenizer_fingerprint(ForeignScorer.open(str(folder)).tokenizer)
+    assert before in open_scorer(folder).identity
+    scorer.tokenizer.backend_tokenizer.normalizer = pytest.importorskip(
+        "tokenizers"
+    ).normalizers.Lowercase()
+    assert before != tokenizer_fingerprint(scorer.tokenizer)
+
+
+def test_a_model_that_reads_both_ways_is_refused(small_tokenizer):
+    config = transformers.BertConfig(
+        vocab_size=small_tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=48,
+    )
+    for is_decoder in (False, True):
+        torch.manual_seed(0)
+        config.is_decoder = is_decoder
+        model = transformers.BertLMHeadModel(config)
+        tokenizer = SimpleNamespace(
+            bos_token_id=0, eos_token_id=1, model_max_length=48, encode=lambda text, **_: [5]
+        )
+        if is_decoder:
+            ForeignScorer(model, tokenizer)
+        else:
+            with pytest.raises(ValueError, match="not a causal model"):
+                ForeignScorer(model, tokenizer)
+
+
+def test_a_context_can_be_given_where_the_model_names_none(folder: Path):
+    scorer = ForeignScorer.open(str(folder))
+    silent = SimpleNamespace(
+        config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
+    )
+    scorer.tokenizer.model_max_length = 10**30
+    with pytest.raises(ValueError, match="--context"):
+        ForeignScorer(silent, scorer.tokenizer)
+    assert ForeignScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
+    assert open_scorer(folder, context=24).context_length == 24
+
+
+def test_a_broken_folder_is_told_in_one_line(folder: Path, tmp_path: Path, capsys):
+    shutil.copytree(folder, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")
+    assert cli.main(["eval", str(tmp_path / "broken"), "--out", str(tmp_path)]) == 2
+    assert "that transformers can open" in capsys.readouterr().err
+
+
+def test_logits_of_one_pass_at_a_time_are_held(folder: Path, monkeypatch):
+    """A vocabulary is large: what one pass made is gone before the next begins."""
+    scorer = ForeignScorer.open(str(folder), batch_tokens=8)
+    made = []
+    inner = scorer._logits
+
+    def logits(rows, kept):
+        assert all(one() is None for one in made)
+        found = inner(rows, kept)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(scorer, "_logits", logits)
+    scorer.score([continuations("the cat sat", [" on a mat", " and saw", " run"], scorer)])
+    assert len(made) > 1

@@ -1,0 +1,133 @@
+"""Losses at every depth against the model's own loss and a count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import KINDS, randomised, tiny
+from parcae.config import ConfigError, LoopConfig
+from parcae.evaluation.loss import Totals, losses_by_depth, totals_by_depth
+
+TRANSFORMER = tiny(
+    architecture="transformer",
+    injection="none",
+    readout=False,
+    prelude_norm=False,
+    loop=LoopConfig(mean_loops=1),
+)
+VOCAB = 96
+BYTES = torch.randint(0, 7, (VOCAB,), generator=torch.Generator().manual_seed(2))
+
+
+def batches(count: int = 3, rows: int = 2, length: int = 9, ignored: bool = False):
+    generator = torch.Generator().manual_seed(count)
+    made = []
+    for i in range(count):
+        tokens = torch.randint(VOCAB, (rows + i, length), generator=generator)
+        targets = torch.randint(VOCAB, (rows + i, length), generator=generator)
+        if ignored:
+            targets[:, i : i + 2] = -100
+        made.append((tokens, targets))
+    return made
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "transformer"])
+def test_equals_the_loss_of_the_model(kind):
+    model = randomised(KINDS.get(kind, TRANSFORMER))
+    looped = kind != "transformer"
+    depths = (1, 3, 5) if looped else (1,)
+    (tokens, targets), *_ = given = batches(1)
+    measured = losses_by_depth(model, given, depths)
+    assert list(measured) == sorted(depths)
+    for depth, one in measured.items():
+        options = {"state": "zero"} if looped else {}
+        expected = model(tokens, targets, depths=depth, **options).loss.item()
+        assert one.loss == pytest.approx(expected, rel=1e-5)
+        assert one.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+        assert one.bits_per_byte is None
+
+
+def test_bits_per_byte_by_hand_over_uneven_batches_with_ignored_targets():
+    model = randomised(KINDS["parcae"])
+    given = batches(3, ignored=True)
+    nats = tokens_seen = bytes_seen = 0.0
+    for tokens, targets in given:
+        logits = model(tokens, depths=4, state="zero").logits.detach()
+        for row in range(len(tokens)):
+            for place in range(tokens.shape[1]):
+                target = int(targets[row, place])
+                if target == -100:
+                    continue
+                nats -= float(F.log_softmax(logits[row, place].double(), -1)[target])
+                tokens_seen += 1
+                bytes_seen += int(BYTES[target])
+    measured = losses_by_depth(model, given, [4], BYTES)[4]
+    assert measured.loss == pytest.approx(nats / tokens_seen, rel=1e-5)
+    assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / bytes_seen, rel=1e-5)
+
+
+def test_totals_of_several_processes_add_up():
+    model = randomised(KINDS["parcae"])
+    given = batches(3)
+    whole = totals_by_depth(model, given, (2, 1), BYTES)
+    parts = [totals_by_depth(model, [one], (1, 2), BYTES) for one in given]
+    nothing = totals_by_depth(model, [], (1, 2), BYTES)
+    added = parts[0] + parts[1] + parts[2] + nothing
+    torch.testing.assert_close(added.counts, whole.counts)
+    assert added.counts.dtype == torch.float64
+    assert added.tokens == sum(targets.numel() for _, targets in given)
+    again = Totals(whole.depths, whole.counts.clone())
+    assert again.finish() == losses_by_depth(model, given, (1, 2), BYTES)
+
+
+def test_totals_at_different_depths_do_not_add():
+    model = randomised(KINDS["parcae"])
+    with pytest.raises(ValueError, match="do not add up"):
+        totals_by_depth(model, [], (1,)) + totals_by_depth(model, [], (2,))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_leaves_mode_and_gradients_alone(training):
+    model = randomised(KINDS["parcae"]).train(training)
+    losses_by_depth(model, batches(1), (1, 2))
+    assert model.training is training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_batch_without_targets_does_not_count():
+    model = randomised(KINDS["parcae"])
+    given = batches(2)
+    empty = (given[0][0], torch.full_like(given[0][1], -100))
+    assert losses_by_depth(model, [*given, empty], (2,)) == losses_by_depth(model, given, (2,))
+
+
+def test_a_broken_model_is_not_hidden():
+    model = randomised(KINDS["parcae"])
+    with torch.no_grad():
+        model.embed.weight.fill_(torch.nan)
+    measured = losses_by_depth(model, batches(1), (1,))[1]
+    assert math.isnan(measured.loss)
+    assert math.isnan(measured.perplexity)
+
+
+def test_mistakes():
+    model = randomised(KINDS["parcae"])
+    with pytest.raises(ConfigError, match="at least one batch"):
+        losses_by_depth(model, [], (1,))
+    with pytest.raises(ConfigError, match="depths"):
+        losses_by_depth(model, batches(1), ())
+    with pytest.raises(ValueError, match="at least one"):
+        losses_by_depth(model, batches(1), (0,))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        losses_by_depth(model, batches(1), (1,), BYTES[:5])
+    with pytest.raises(ValueError, match="no loop"):
+        losses_by_depth(randomised(TRANSFORMER), batches(1), (1, 2))
+
+
+def test_no_bytes_at_all_is_not_a_number_of_bits():
+    model = randomised(KINDS["parcae"])
+    assert losses_by_depth(model, batches(1), (1,), BYTES * 0)[1].bits_per_byte is None

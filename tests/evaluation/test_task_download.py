@@ -1,0 +1,226 @@
+"""Evaluation tasks fetched from a small server of our own that misbehaves on demand."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from parcae import cli
+from parcae.commands.eval import SUITES as EVAL_SUITES
+from parcae.config import ConfigError
+from parcae.data import hub
+from parcae.data.hub import RemoteFile
+from parcae.evaluation import download
+from parcae.evaluation.download import SUITES, download_tasks, of_tasks, wanted
+from parcae.evaluation.tasks import Task, core_extended, find, locate, tasks_named
+from parcae.files import FileError
+
+UNVERIFIABLE = {"mmlu_zeroshot", "mmlu_fewshot", "squad", "bbq", "bigbench_elementary_math_qa"}
+
+
+class SmallMirror(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Files)
+        self.files: dict[str, bytes] = {}
+        self.damage: set[str] = set()
+        self.drop_after: list[int] = []
+        """Each transfer takes one number from here and breaks after so many bytes."""
+        self.requests: list[tuple[str, str | None]] = []
+        self.headers_seen: set[str] = set()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/tasks"
+
+
+class Files(BaseHTTPRequestHandler):
+    server: SmallMirror  # type: ignore[assignment]
+
+    def do_GET(self) -> None:
+        name, asked = self.path.removeprefix("/tasks/"), self.headers.get("Range")
+        self.server.requests.append((name, asked))
+        self.server.headers_seen |= {key.lower() for key in self.headers}
+        data = self.server.files.get(name, b"")
+        if name in self.server.damage:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        if asked is not None:
+            data = data[int(asked.removeprefix("bytes=").rstrip("-")) :]
+        self.send_response(404 if not data else 200 if asked is None else 206)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        drop = self.server.drop_after.pop(0) if self.server.drop_after else len(data)
+        self.wfile.write(data[:drop])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallMirror]:
+    monkeypatch.setattr(hub, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "CHUNK_BYTES", 1000)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_user")
+    mirror = SmallMirror()
+    threading.Thread(target=mirror.serve_forever, daemon=True).start()
+    yield mirror
+    mirror.shutdown()
+    mirror.server_close()
+
+
+@pytest.fixture
+def tasks(server: SmallMirror) -> tuple[Task, ...]:
+    """The table's names with contents of our own, and one without a checksum."""
+    chance = random.Random(2)
+    made = []
+    for task in tasks_named(["copa", "hellaswag", "hellaswag_zeroshot", "lambada_openai"]):
+        data = server.files.setdefault(task.file, chance.randbytes(20_000 + len(task.file)))
+        made.append(replace(task, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data)))
+    return (*made, *tasks_named(["squad"]))
+
+
+def here(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
+    found = of_tasks(tasks)
+    assert found.left_out == {download.NO_CHECKSUM: ("squad",)}
+    download_tasks(found.files, tmp_path, collection=server.address)
+    assert here(tmp_path) == server.files
+    for task in tasks[:-1]:
+        assert locate(task, tmp_path) == tmp_path / task.file
+    assert sorted(server.requests) == [(name, None) for name in sorted(server.files)]
+    download_tasks(found.files, tmp_path, collection=f"{server.address}/")
+    assert len(server.requests) == 3
+
+
+@pytest.mark.slow
+def test_the_token_of_the_hub_stays_with_the_hub(server, tasks, tmp_path):
+    download_tasks(of_tasks(tasks).files, tmp_path, collection=server.address)
+    assert "host" in server.headers_seen
+    assert not server.headers_seen & {"authorization", "cookie"}
+
+
+@pytest.mark.slow
+def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def kill(file: RemoteFile, bytes_here: int) -> None:
+        if file.path == tasks[1].file and bytes_here >= 12_000:
+            raise Killed
+
+    files = of_tasks(tasks).files
+    server.drop_after = [5_000]
+    with pytest.raises(Killed):
+        download_tasks(files, tmp_path, collection=server.address, report=kill)
+    assert server.requests[1] == (tasks[0].file, "bytes=5000-")
+    assert not (tmp_path / tasks[1].file).exists()
+    server.requests.clear()
+    download_tasks(files, tmp_path, collection=server.address)
+    assert server.requests[0] == (tasks[1].file, "bytes=12000-")
+    assert here(tmp_path) == server.files
+
+
+@pytest.mark.slow
+def test_a_damaged_file_never_gets_its_name(server, tasks, tmp_path):
+    files = of_tasks(tasks).files
+    server.damage.add(tasks[1].file)
+    with pytest.raises(FileError, match=r"127\.0\.0\.1 sent does not have the right checksum"):
+        download_tasks(files, tmp_path, collection=server.address)
+    assert list(here(tmp_path)) == [tasks[0].file]
+    server.damage.clear()
+    download_tasks(files, tmp_path, collection=server.address)
+    assert here(tmp_path) == server.files
+
+
+@pytest.mark.slow
+def test_a_version_of_somebody_else_is_kept(server, tasks, tmp_path):
+    own = tmp_path / tasks[1].file
+    own.parent.mkdir(parents=True)
+    own.write_text("my own version")
+    with pytest.raises(FileError, match=r"hellaswag\.jsonl: not what the table.*another folder"):
+        download_tasks(of_tasks(tasks).files, tmp_path, collection=server.address)
+    assert own.read_text() == "my own version"
+    assert not server.requests
+
+
+@pytest.mark.slow
+def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
+    files = of_tasks(tasks).files
+    with pytest.raises(ConfigError, match=r"mirror: 'data/tasks' is not an address"):
+        download_tasks(files, tmp_path, collection="data/tasks")
+    del server.files[tasks[0].file]
+    with pytest.raises(FileError, match=r"copa\.jsonl: 127\.0\.0\.1 refused.*404"):
+        download_tasks(files, tmp_path, collection=server.address)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(FileError, match=r"127\.0\.0\.1 cannot be reached.*Check the network"):
+        download_tasks(files, tmp_path, collection=server.address)
+
+
+def test_what_suites_want():
+    assert set(SUITES) < set(EVAL_SUITES)
+    core, extended = wanted("core"), wanted("core-extended")
+    assert {file.path for file in core.files} < {file.path for file in extended.files}
+    assert set(extended.left_out[download.NO_CHECKSUM]) == UNVERIFIABLE
+    assert core.left_out == {download.NO_CHECKSUM: ("squad",)}
+    lambada = "language_understanding/lambada_openai.jsonl"
+    assert [file.path for file in wanted("lambada").files] == [lambada]
+    assert len(wanted("zero-shot").files) == 4
+    assert wanted("zero-shot").left_out == {download.ELSEWHERE: ("piqa", "sciq")}
+    with pytest.raises(ConfigError, match="Did you mean core"):
+        wanted("cores")
+
+
+@pytest.mark.slow
+def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(download, "core", lambda: tasks)
+    words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
+    assert cli.main(words) == 0
+    told = capsys.readouterr()
+    assert "core: 3 files here and verified, 0.1 MB." in told.out
+    assert "Not fetched: squad (no checksum is known" in told.out
+    assert f"--suite core --eval-data {tmp_path}" in told.out
+    assert f"{tasks[0].file}: {tasks[0].bytes:,} bytes" in told.err
+    assert here(tmp_path) == server.files
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cor"], "Did you mean core"),
+        (["core", "--first-files", "2"], "Leave them out"),
+        (["core", "--mirror", "nowhere"], "not an address"),
+        (["someone/texts", "--mirror", "http://127.0.0.1"], "HF_ENDPOINT"),
+    ],
+)
+def test_wrong_words(words, told, tmp_path, capsys):
+    assert cli.main(["data", "download", *words, "--out", str(tmp_path)]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_table_states_what_the_files_are(shared_data):
+    """Every file with a checksum, uncompressed."""
+    folder = shared_data / "data"
+    seen = 0
+    for file in wanted("core-extended").files:
+        path = find(folder, file.path)
+        assert path is not None, file.path
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (file.bytes, file.sha256), file.path
+        seen += 1
+    assert seen == 40
+    assert {task.name for task in core_extended() if task.bytes is None} == UNVERIFIABLE

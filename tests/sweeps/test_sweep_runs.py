@@ -1,0 +1,192 @@
+"""A sweep from one command to one table: whole, killed in the middle, with a run that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parcae.cli import main
+from parcae.files import exclusive
+from parcae.laws.table import read_table
+from parcae.recipe import merge, write_toml
+from parcae.sweeps.folder import SweepFolder
+from parcae.sweeps.launch import LocalWorkers, environments
+from parcae.sweeps.run_state import outcome_of, steps_behind
+from training import runs
+
+pytestmark = pytest.mark.slow
+
+SPEED = ("--utilisation", "0.4", "--device-flops", "1e10")
+"""Given, so that tests do not try steps."""
+NAMES = [f"looped-68.16k-mu{loops}-1.5e9-flops" for loops in (1, 2)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Tables are compared to the last digit."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipe")
+    source = {"data": {"sources": [str(runs.write_text(folder))]}}
+    quiet = {"run": {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 40}}
+    path = folder / "mine.toml"
+    path.write_text(write_toml(merge(merge(runs.TREE, source), quiet)))
+    return path
+
+
+def words(recipe, out, *more):
+    grid = ("--budgets", "1.5e9", "--loops", "1,2", "--workers", "2")
+    return ["sweep", str(recipe), *grid, "--out", str(out), *SPEED, *more]
+
+
+@pytest.fixture(scope="module")
+def whole(recipe, tmp_path_factory):
+    """A sweep that nothing happened to."""
+    out = tmp_path_factory.mktemp("sweeps") / "whole"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    assert main(words(recipe, out)) == 0
+    return out
+
+
+def test_one_table_of_all_runs_at_all_depths(whole):
+    table = read_table(whole / "runs.csv")
+    assert len(table) == 2 * 4
+    assert sorted(set(table["run"].tolist())) == NAMES
+    assert table["flops"] == pytest.approx(1.5e9, rel=0.01)
+    assert set(table["budget"].tolist()) == {1.5e9}
+    assert sorted(set(table["test_loops"].tolist())) == [1, 2, 3, 4]
+    parquet = read_table(whole / "runs.parquet")
+    assert parquet["loss"].tolist() == table["loss"].tolist()
+    for name in NAMES:
+        result = outcome_of(whole / "runs" / name).result
+        mine = table["run"] == name
+        losses = {
+            str(int(t)): loss
+            for t, loss in zip(table["test_loops"][mine], table["loss"][mine], strict=True)
+        }
+        assert losses == {t: measured["loss"] for t, measured in result["validation"].items()}
+        assert not (whole / "runs" / name / "data").exists()  # one set of shards serves all
+    assert (whole / "data" / "0").is_dir()
+
+
+def test_what_is_done_is_skipped(whole, recipe, capsys):
+    before = {name: (whole / "runs" / name / "result.json").stat().st_mtime_ns for name in NAMES}
+    assert main(["sweep", str(whole)]) == 0
+    assert main(words(recipe, whole)) == 0
+    said = capsys.readouterr().out
+    assert "2 done." in said
+    assert "started" not in said
+    after = {name: (whole / "runs" / name / "result.json").stat().st_mtime_ns for name in NAMES}
+    assert after == before
+
+
+def test_a_second_process_is_refused(whole, capsys):
+    with exclusive(whole):
+        assert main(["sweep", str(whole)]) == 2
+    assert "another process" in capsys.readouterr().err
+
+
+def wait_for(what, process, seconds=300):
+    end = time.monotonic() + seconds
+    while not what():
+        assert process.poll() is None, "it ended too early"
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def begin(recipe, out, *more):
+    code = "import sys; from parcae.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *words(recipe, out, *more)]
+    with Path(f"{out}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def owner(run):
+    return int((run / ".lock").read_text())
+
+
+def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, capsys):
+    """First one run is killed, which the sweep survives; then the sweep, which its runs do not."""
+    out = tmp_path / "sweep"
+    sweep = begin(recipe, out)
+    first, second = (out / "runs" / name for name in NAMES)
+    try:
+        wait_for(lambda: steps_behind(first) > 45, sweep)
+        os.kill(owner(first), signal.SIGKILL)
+        wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
+        running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
+    finally:  # also when the waiting was in vain
+        sweep.kill()
+        sweep.wait()
+    assert running
+    assert not outcome_of(second).is_final or not outcome_of(first).is_final
+    assert main(["sweep", str(out), "--workers", "2", *SPEED]) == 0
+    assert (out / "runs.csv").read_text() == (whole / "runs.csv").read_text()
+    logs = "".join(path.read_text() for path in (out / "logs").iterdir())
+    assert "Resumed at step" in logs
+    for process in running:
+        assert not Path(f"/proc/{process}").exists()
+
+
+class Told:
+    """Takes down what a launcher tells, and wants to stop once a run is on its way."""
+
+    def __init__(self, run):
+        self.run, self.lines = run, []
+
+    @property
+    def asked(self):
+        return steps_behind(self.run) > 3
+
+    def started(self, job, attempt):
+        self.lines.append(("started", job.name, attempt))
+
+    def ended(self, job, failure):
+        self.lines.append(("ended", job.name, failure))
+
+    def waiting(self):
+        pass
+
+
+def test_asked_to_stop_its_runs_save(whole, tmp_path):
+    job = replace(SweepFolder(whole).job(NAMES[0]), run=tmp_path / "run", log=tmp_path / "log")
+    told = Told(job.run)
+    never = replace(job, name="never started")
+    LocalWorkers(1, environments(1)).run([job, never], told, told)
+    assert told.lines == [("started", job.name, 1), ("ended", job.name, None)]
+    assert outcome_of(job.run).stage == "interrupted"
+    assert list((job.run / "checkpoints").iterdir())
+
+
+def test_failing_runs_are_isolated_and_can_be_retried(recipe, tmp_path, capsys):
+    """One cannot write into its folder, one diverges, one is well."""
+    out = tmp_path / "sweep"
+    grid = ["--learning-rates", "8e-3,4e-3,1e30", "--budget.steps", "12", "--workers", "2"]
+    rest = ["--run.bad_steps_in_a_row", "2", "--out", str(out), *SPEED]
+    command = ["sweep", str(recipe), *grid, *rest]
+    good, bad = "looped-68.16k-mu3", "looped-68.16k-mu3-lr0.004"
+    (out / "runs").mkdir(parents=True)
+    (out / "runs" / bad).write_text("in the way")
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert f"failed    {bad}: {out / 'runs' / bad}: a file, not a folder." in said
+    assert f"See {out / 'logs' / bad}.log" in said
+    assert "1 done, 1 failed, 1 diverged." in said
+    assert set(read_table(out / "runs.csv")["run"].tolist()) == {good}
+
+    assert main(command) == 1  # nothing is started: it would fail again
+    assert "started" not in capsys.readouterr().out
+    (out / "runs" / bad).unlink()
+    assert main(["sweep", str(out), "--retry", *SPEED]) == 1
+    assert "2 done, 1 diverged." in capsys.readouterr().out
+    assert set(read_table(out / "runs.csv")["learning_rate"].tolist()) == {8e-3, 4e-3}

@@ -1,0 +1,63 @@
+"""Prints [bytes that a training step took, bytes that the plan says]: PRESET ROWS CHECKPOINTED.
+
+A program of its own, since a process's peak never falls.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from parcae.data.tokenizer import train as train_tokenizer
+from parcae.training.corpora import open_corpora
+from parcae.training.distributed import processes
+from parcae.training.learner import Learner
+from parcae.training.memory import memory
+from parcae.training.settings import recipe_from_tree
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta"
+
+
+def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
+    text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
+    line = json.dumps({"text": " ".join([WORDS] * 60)})
+    text.write_text("".join(f"{line}\n" for _ in range(8 * rows)))
+    train_tokenizer([WORDS], 300).save(tokenizer)
+    recipe = recipe_from_tree(
+        {
+            "model": {"preset": preset, "loop": {"sampler": "fixed"}},
+            "data": {
+                "sources": [str(text)],
+                "tokenizer": str(tokenizer),
+                "validation_fraction": 0.0,
+                "global_batch": 2 * rows,
+                "micro_batch": rows,
+            },
+            "budget": {"steps": 1},
+            "run": {"device": "cpu", "checkpoint_loops": checkpointed},
+        }
+    )
+    with processes(recipe.run) as workers:
+        corpora = open_corpora(recipe, folder / "run", lambda _: None)
+        before = status("VmRSS")
+        learner = Learner(recipe, workers, corpora)
+        learner.take_step(0.0)
+        peak = status("VmHWM")
+        learner.close()
+    print(json.dumps([peak - before, memory(recipe, torch.float32, rows, 2).total]))
+
+
+def status(key: str) -> int:
+    """Bytes, by the kernel; `ru_maxrss` would count the parent's memory from before the exec."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = next(line for line in lines if line.startswith(key))
+    return int(found.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", Path(scratch))

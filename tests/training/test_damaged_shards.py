@@ -1,0 +1,48 @@
+"""A disk that changes a token: no run may learn from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from parcae.data.shards import HEAD, Shards
+from parcae.files import FileError
+from parcae.training.settings import Recipe
+from parcae.training.trainer import train
+from training import runs
+
+
+@pytest.fixture
+def damaged(text, tmp_path):
+    """A short run that was stopped, with one bit of its held-out tokens flipped since."""
+    recipe = runs.recipe(text, budget={"steps": 2})
+    train(recipe, tmp_path / "run")
+    (shard,) = (tmp_path / "run" / "data" / "0").glob("validation-*.shard")
+    content = bytearray(shard.read_bytes())
+    content[len(HEAD) + 2] ^= 1
+    shard.write_bytes(content)
+    return recipe, tmp_path / "run", shard
+
+
+def resume(recipe: Recipe, run) -> dict:
+    return train(recipe, run, resume=True)
+
+
+def test_a_flipped_bit_is_found_before_the_first_step(damaged):
+    recipe, run, shard = damaged
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(FileError, match=rf"{shard.name}: damaged: its checksum is wrong\. Delete"):
+        resume(recipe, run)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_who_trusts_the_disk_can_leave_it_out(damaged):
+    recipe, run, _ = damaged
+    assert resume(runs.changed(recipe, data={"verify": False}), run)["status"] == "finished"
+
+
+def test_processes_share_the_reading(damaged):
+    _, run, shard = damaged
+    held_out = Shards.open(run / "data" / "0", "validation")
+    assert list(held_out.verify(rank=1, processes=2)) == []
+    with pytest.raises(FileError, match=shard.name):
+        list(held_out.verify(rank=0, processes=2))

@@ -1,0 +1,140 @@
+"""`parcae plan` says what a run then really takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from parcae.cli import main
+from parcae.recipe import merge, read_toml
+from parcae.training.memory import checkpoint_bytes, memory
+from parcae.training.plan import plan
+from parcae.training.settings import recipe_from_tree
+from parcae.training.trainer import train
+from training import runs
+
+ROOT = Path(__file__).parents[2]
+SMOKE = str(ROOT / "recipes" / "smoke.toml")
+
+
+def recipe(**changes):
+    return recipe_from_tree(merge(read_toml(SMOKE), changes))
+
+
+@pytest.mark.slow
+def test_numbers_of_a_small_run():
+    found = plan(recipe(run={"device": "cpu"}), device_flops=1e9, utilisation=0.5)
+    assert found.parameters == 254_720
+    assert (found.steps, found.tokens_per_step, found.tokens) == (12, 8 * 64, 12 * 8 * 64)
+    assert found.flops == pytest.approx(found.tokens * found.flops_per_token)
+    assert found.hours == pytest.approx(found.flops / 0.5e9 / 3600)
+    assert (found.micro_batch, found.micro_batches) == (4, 2)
+    assert found.memory.weights == found.memory.gradients == 4 * found.parameters
+    assert found.precision == "float32"
+
+
+@pytest.mark.slow
+def test_as_json(capsys):
+    assert main(["plan", SMOKE, "--json", "--device-flops", "h100", "--budget.steps", "7"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 7
+    assert found["device_flops"] == 989e12
+    assert (found["device"], found["precision"]) == ("cuda", "bfloat16")
+    parts = {key: value for key, value in found["memory"].items() if key != "total"}
+    parts["activations"] = max(parts.pop("optimiser_step"), parts["activations"])
+    assert found["memory"]["total"] == sum(parts.values())
+
+
+@pytest.mark.slow
+def test_what_the_clock_decides_is_unknown(capsys):
+    arguments = ["plan", SMOKE, "--budget.steps", "none", "--budget.minutes", "90"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    unknown = ("steps", "tokens", "flops", "tokens_per_parameter")
+    assert [found[key] for key in unknown] == [None] * 4
+    assert found["hours"] == 1.5
+    assert main(arguments) == 0
+    assert "unknown: the clock decides" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([str(ROOT / "recipes" / "small.toml")], "data: a recipe for training needs this table"),
+        ([SMOKE, "--data.micro_bach", "3"], "Did you mean micro_batch"),
+        ([SMOKE, "--devices", "3"], "cannot be shared by 3 devices"),
+        ([SMOKE, "--devices", "0"], "at least 1"),
+        ([SMOKE, "--utilisation", "40"], "Use a share"),
+        ([SMOKE, "--device-flops", "abacus"], "h100, a100"),
+        ([SMOKE, "--device-flops", "-1"], "--device-flops"),
+    ],
+)
+def test_mistakes_end_in_one_line(capsys, arguments, message):
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_show_takes_a_recipe_for_training(capsys):
+    assert main(["show", SMOKE]) == 0
+    assert "254,720" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_shards_shrink_what_is_sharded():
+    wide = {"model": {"preset": "parcae-30m"}, "run": {"parallel": "fsdp"}}
+    alone, split = (memory(recipe(**wide), torch.float32, 4, 1, devices=n) for n in (1, 8))
+    assert split.optimiser < alone.optimiser / 7
+    assert split.weights < 1.7 * alone.weights  # one eighth, and what is gathered
+    copies = memory(recipe(model=wide["model"]), torch.float32, 4, 1, devices=8)
+    assert copies == alone
+    accumulating = memory(recipe(**wide), torch.float32, 4, 2, devices=8)
+    assert accumulating.gradients > alone.gradients > split.gradients
+
+
+@pytest.mark.slow
+def test_activations_grow_with_rows_and_shrink_with_checkpointing():
+    base = {"model": {"preset": "parcae-3m", "loop": {"mean_loops": 8}}}
+    four, eight = (memory(recipe(**base), torch.float32, n, 1).activations for n in (4, 8))
+    assert eight == pytest.approx(2 * four, rel=0.1)
+    lean = memory(recipe(**base, run={"checkpoint_loops": True}), torch.float32, 4, 1)
+    assert lean.activations < 0.7 * four
+    half = memory(recipe(**base), torch.bfloat16, 4, 1)
+    assert half.activations < 0.9 * four
+
+
+@pytest.mark.slow
+def test_checkpoint_on_disk(tmp_path):
+    small = runs.recipe(runs.write_text(tmp_path), budget={"steps": 1})
+    train(small, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    files = [folder / "model.safetensors", folder / "optimiser" / "state.safetensors"]
+    headers = sum(int.from_bytes(f.read_bytes()[:8], "little") + 8 for f in files)
+    assert checkpoint_bytes(small) == sum(f.stat().st_size for f in files) - headers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "rows", "checkpointed"),
+    [("parcae-10m", 6, False), ("parcae-3m", 16, True), ("rdm-3m", 8, False)],
+)
+def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
+    """Freed memory is handed back here (see MALLOC_MMAP_THRESHOLD_ in mallopt(3)), so that the
+    process holds its tensors and not the allocator's leftovers, too."""
+    script = Path(__file__).with_name("peak_memory.py")
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
+    arguments = [preset, str(rows), str(int(checkpointed))]
+    result = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    measured, planned = json.loads(result.stdout)
+    assert planned > 300e6
+    assert planned == pytest.approx(measured, rel=0.2)

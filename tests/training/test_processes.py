@@ -1,0 +1,188 @@
+"""Two processes train what one does, sharded or copied, and read each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parcae.training import trainer
+from parcae.training.corpora import open_corpora
+from parcae.training.distributed import processes
+from parcae.training.learner import Learner
+from training import runs
+
+pytestmark = pytest.mark.slow
+STEPS = 20
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_rank(rank, size, port, function, arguments):
+    torch.set_num_threads(1)
+    if size:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in names.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    function(*arguments)
+
+
+def together(size, function, *arguments):
+    """Run a function in `size` processes as torchrun would; 0 is one process without it."""
+    context, port = runs.clean_processes(), free_port()
+    workers = [
+        context.Process(target=as_rank, args=(rank, size, port, function, arguments))
+        for rank in range(max(1, size))
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=240)
+    assert [worker.exitcode for worker in workers] == [0] * len(workers)
+
+
+def go(recipe, out, resume=False, stop_after=None):
+    if stop_after is not None:
+        real = trainer.Run._one_step
+
+        def one_step(run):
+            real(run)
+            if run.learner.step >= stop_after:
+                os.kill(os.getpid(), 15)
+
+        trainer.Run._one_step = one_step
+    trainer.train(recipe, out, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run of one process, to hold the others to."""
+    folder = tmp_path_factory.mktemp("alone")
+    recipe = runs.recipe(runs.write_text(folder), data={"global_batch": 8})
+    together(0, go, recipe, folder / "run")
+    return recipe, folder / "run"
+
+
+def with_parallel(recipe, kind):
+    return runs.changed(recipe, run={"parallel": kind})
+
+
+def assert_same_curve(out, reference, steps=STEPS):
+    ours, theirs = runs.curve(out), runs.curve(reference)
+    assert len(ours) == len(theirs) == steps
+    for (step, *mine), (same, *yours) in zip(ours, theirs, strict=True):
+        assert step == same
+        assert mine == pytest.approx(yours, rel=1e-5)
+    losses = [line[1]["3"] for line in runs.lines(out, "validation", "losses")]
+    assert losses == pytest.approx(
+        [line[1]["3"] for line in runs.lines(reference, "validation", "losses")], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_train_what_one_does(kind, alone, tmp_path):
+    recipe, reference = alone
+    together(2, go, with_parallel(recipe, kind), tmp_path / "run")
+    assert_same_curve(tmp_path / "run", reference)
+    seen = runs.lines(tmp_path / "run", "telemetry", "state_norm")
+    assert seen == [
+        (step, pytest.approx(norm, rel=1e-4))
+        for step, norm in runs.lines(reference, "telemetry", "state_norm")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after"), [("fsdp", 2, 0), ("fsdp", 0, 2), ("ddp", 2, 0)]
+)
+def test_a_checkpoint_goes_on_with_another_number_of_processes(
+    kind, before, after, alone, tmp_path
+):
+    recipe, reference = alone
+    recipe = with_parallel(recipe, kind)
+    together(before, go, recipe, tmp_path / "run", False, 8)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
+    together(after, go, recipe, tmp_path / "run", True)
+    assert_same_curve(tmp_path / "run", reference)
+
+
+def test_a_sharded_checkpoint_is_a_model_that_loads(alone, tmp_path):
+    import parcae
+
+    recipe, reference = alone
+    together(2, go, with_parallel(recipe, "fsdp"), tmp_path / "run")
+    ours = parcae.load(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}").state_dict()
+    theirs = runs.weights(reference, STEPS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts gathers and scatters by the number of elements of the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.gathered, self.scattered = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        if "allgather_base" in name:
+            self.gathered.append(args[0].numel())
+        if "reduce_scatter_base" in name:
+            self.scattered.append(args[1].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def count_gathers(recipe, out):
+    with processes(recipe.run) as workers:
+        if workers.is_first:
+            open_corpora(recipe, out, lambda _: None)
+        workers.wait()
+        learner = Learner(recipe, workers, open_corpora(recipe, out))
+        learner.take_step(0.0)
+        core = 2 * sum(p.to_local().numel() for p in learner.model.loop.parameters())
+        with Collectives() as seen:
+            learner.take_step(0.0)
+        micro_steps = recipe.data.global_batch // workers.size // recipe.data.micro_batch
+        assert micro_steps == 2
+        padded = [n for n in seen.gathered if 0 <= n - core <= 2 * 64]
+        assert len(padded) == micro_steps, (core, seen.gathered)
+        assert len([n for n in seen.scattered if 0 <= n - core <= 2 * 64]) == 1
+        learner.close()
+
+
+def test_the_core_is_gathered_once_per_micro_step(tmp_path):
+    text = runs.write_text(tmp_path)
+    recipe = runs.recipe(
+        text,
+        model={"core_layers": 2, "loop": {"mean_loops": 5}},
+        data={"global_batch": 8, "micro_batch": 2},
+        run={"parallel": "fsdp"},
+    )
+    together(2, count_gathers, recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("rows", [4, 6])
+def test_the_first_process_may_do_more_alone(rows, tmp_path):
+    """Sampling is the first process's, and an odd number of validation batches is uneven."""
+    recipe = runs.recipe(
+        runs.write_text(tmp_path),
+        budget={"steps": 3},
+        run={
+            "parallel": "fsdp",
+            "validation_rows": rows,
+            "sample_prompts": ["alpha", "beta"],
+            "sample_tokens": 3,
+        },
+    )
+    together(2, go, recipe, tmp_path / "run")
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert len(result["samples"]) > 2

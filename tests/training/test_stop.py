@@ -1,0 +1,192 @@
+"""How runs stop: signals, a second one, errors, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+from parcae import cli
+from parcae.recipe import write_toml
+from parcae.training import trainer
+from parcae.training.peak import Peak
+from parcae.training.settings import plain_recipe
+from parcae.training.trainer import Run, train
+from training import runs
+
+QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
+
+
+def command(words, log, pause, stuck_at=None):
+    """`parcae` with its output in a file, slowly enough to be interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
+    torch.set_num_threads(1)
+    trainer.find_peak = lambda *_: Peak(1e12)
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        time.sleep(60 if self.learner.step == stuck_at else pause)
+
+    Run._one_step = one_step
+    with log.open("w") as stream:
+        sys.stderr = stream
+        from parcae import console
+
+        console.out.file = stream
+        sys.exit(cli.main(list(map(str, words))))
+
+
+def start(*arguments, **options):
+    process = runs.clean_processes().Process(target=command, args=arguments, kwargs=options)
+    process.start()
+    return process
+
+
+def wait_for_step(run, step, process):
+    metrics = run / "metrics.jsonl"
+    while process.exitcode is None:
+        if metrics.exists() and f'"kind": "train", "step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it ended before it could be interrupted")
+
+
+@pytest.fixture
+def recipe_file(text, tmp_path):
+    recipe, path = runs.recipe(text, budget={"steps": 16}), tmp_path / "recipe.toml"
+    path.write_text(write_toml(plain_recipe(recipe)))
+    return recipe, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
+    how, recipe_file, tmp_path, one_thread
+):
+    (recipe, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
+    process = start(["train", path, "--out", run], log, pause=0.05)
+    wait_for_step(run, 4, process)
+    os.kill(process.pid, how)
+    process.join(timeout=30)
+    assert process.exitcode == 0, log.read_text()
+    assert f"saved. Go on with: parcae train --resume {run}" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "interrupted"
+    assert 4 <= result["steps"] < 16
+    assert (run / "checkpoints" / f"step-{result['steps']:08d}").exists()
+
+    again = train(recipe, run, resume=True)
+    whole = train(recipe, tmp_path / "whole")
+    assert again["status"] == "finished"
+    assert again["seconds"] > result["seconds"], "the time goes on as well"
+    assert runs.curve(run) == runs.curve(tmp_path / "whole")
+    differing = {"seconds"}
+    assert {k: v for k, v in again.items() if k not in differing} == {
+        k: v for k, v in whole.items() if k not in differing
+    }
+    ours, theirs = runs.weights(run, 16), runs.weights(tmp_path / "whole", 16)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
+    """A cluster sends one to every process, and the launcher passes its own on to them."""
+    real = Run._one_step
+
+    def one_step(run):
+        real(run)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "_one_step", one_step)
+    assert train(runs.recipe(text), tmp_path / "run")["status"] == "interrupted"
+    assert runs.weights(tmp_path / "run", 1)
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
+    (_, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
+    process = start(["train", path, "--out", run], log, pause=0, stuck_at=4)
+    wait_for_step(run, 4, process)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert process.exitcode is None, "the first waits for the end of the step"
+    for _ in range(60):  # on a busy machine two that come close may count as one
+        os.kill(process.pid, signal.SIGINT)
+        process.join(timeout=1)
+        if process.exitcode is not None:
+            break
+    assert process.exitcode == 130
+    assert "parcae: stopped." in log.read_text()
+    assert (run / "checkpoints" / "step-00000003").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_step_does_not_make_a_finished_run_an_interrupted_one(
+    text, tmp_path, monkeypatch
+):
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Run, "_one_step", one_step)
+    result = train(runs.recipe(text, budget={"steps": 4}, run=QUIET), tmp_path / "run")
+    assert result["status"] == "finished"
+    assert result["validation"]
+
+
+@pytest.mark.slow
+def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(text, tmp_path, capsys):
+    recipe, run = runs.recipe(text, budget={"steps": 6}), tmp_path / "run"
+    result = train(recipe, run)
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert train(recipe, run, resume=True) == result
+    said = capsys.readouterr().out
+    assert "Resumed at step 6, its end: nothing is left to do." in said
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+def test_the_callers_process_is_left_as_it_was(text, tmp_path):
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    modes = []
+    recipe = runs.recipe(text, budget={"steps": 1}, run=QUIET)
+    for number, mode in enumerate(["default", "warn"]):
+        torch.set_deterministic_debug_mode(mode)
+        try:
+            train(recipe, tmp_path / str(number))
+            modes.append(torch.get_deterministic_debug_mode())
+        finally:
+            torch.set_deterministic_debug_mode("default")
+    assert modes == [0, 1]
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.slow
+def test_an_error_in_a_step_leaves_no_thread_and_no_lock(text, tmp_path, monkeypatch):
+    import threading
+
+    real = Run._one_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 2:
+            raise RuntimeError("in a step")
+
+    before, recipe = threading.active_count(), runs.recipe(text, budget={"steps": 4})
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_one_step", one_step)
+        with pytest.raises(RuntimeError, match="in a step"):
+            train(recipe, tmp_path / "run")
+    assert threading.active_count() == before
+    assert train(recipe, tmp_path / "run", resume=True)["status"] == "finished"
