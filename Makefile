@@ -1,39 +1,39 @@
-# Every target sets up what it needs: a virtual environment in .venv with this project installed.
+# Every target installs what it needs into a virtual environment, .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
-# Two files of tests at a time, each on one thread: threads of two processes would wait for each other.
+# Two test processes with one thread each: two processes with two threads each would compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-# Types are checked while tests run: one thread, for most of a minute.
-BESIDE := $(MAKE) --no-print-directory -j 2 types
+# Type checking (single-threaded, about a minute) runs at the same time as the tests.
+PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test check bench lint types all-tests fast-tests clean help
+.PHONY: demo test check docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 $(RUNS): pyproject.toml
-	@echo "Installing parcae and what it needs into $(VENV): 1.3 GB; about two minutes, more with a slow network ..."
+	@echo "Installing parcae and its dependencies into $(VENV): 1.3 GB, about two minutes ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $(RUNS)
 
 $(STAMP): $(RUNS)
-	@echo "Installing what tests need ..."
+	@echo "Installing the development dependencies ..."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(RUNS)  ## see what looping does, in a picture; AGAIN=1 trains anew
+demo: $(RUNS)  ## train a small looped model, plot loss against loops, generate text; AGAIN=1 retrains
 	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--again)
-	@echo "          (first: source $(VENV)/bin/activate, which puts parcae on your path)"
+	@echo "          (to use the parcae command: source $(VENV)/bin/activate)"
 
-test: $(STAMP) lint  ## lint, types and every test: under twenty minutes
-	$(BESIDE) all-tests
+test: $(STAMP) lint  ## lint, type check and all tests: less than 20 minutes on two cores
+	$(PARALLEL) all-tests
 
-check: $(STAMP) lint  ## lint, types and the fast tests: under two minutes
-	$(BESIDE) fast-tests
+check: $(STAMP) lint  ## lint, type check and the fast tests: less than 2 minutes
+	$(PARALLEL) fast-tests
 
 all-tests: $(STAMP)
 	$(PYTEST) --durations=25
@@ -49,8 +49,12 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright --project pyproject.toml
 
-bench: $(STAMP)  ## side-by-side measurements, printed as ratios
+docs: $(STAMP)  ## build the documentation with its API reference into out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Built out/site. View it with: $(BIN)/python -m http.server --directory out/site 8000"
+
+bench: $(STAMP)  ## compare the speed of a training step with a plain implementation
 	$(BIN)/python benchmarks/train_step.py
 
-clean:  ## remove what the other targets made
+clean:  ## remove everything the other targets created
 	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

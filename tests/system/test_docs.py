@@ -1,75 +1,87 @@
-"""What the documentation shows, runs: every Python block and every `parcae` command."""
+"""Blocks and commands of the documentation run, its links resolve and its site builds."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import parcae
 from parcae.cli import main
 from training import runs
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 SHORT_DEMO = "--budget.steps 6 --run.sample_tokens 4 --run.validation_rows 4"
-"""Flags that let `make demo` take seconds, whose run later commands of a page may use."""
+"""Options that shorten `make demo` to seconds; later commands of a page may use its run."""
 
 
 def steps(page: Path) -> list[str | list[str]]:
-    """The page's Python blocks and the words of its `parcae` commands, in order. Blocks of other
-    kinds are not run: `console` is for what takes long, and other `make` and `git` lines are other
-    tests' business."""
-    found: list[str | list[str]] = []
+    """The page's Python blocks (as text) and `parcae` commands (as arguments), in order.
+
+    Blocks marked `console` take too long for a test and are not run. Of the other shell commands
+    only `make demo` is, as a short `parcae demo`.
+    """
+    result: list[str | list[str]] = []
     for kind, body in BLOCK.findall(page.read_text()):
         if kind == "python":
-            found.append(body)
+            result.append(body)
         elif kind == "bash":
             lines = body.replace("\\\n", " ").splitlines()
-            for words in (shlex.split(line, comments=True) for line in lines):
-                if words[:2] == ["make", "demo"]:
-                    found.append(["demo", *shlex.split(SHORT_DEMO)])
-                elif words[:1] == ["parcae"]:
-                    found.append(words[1:])
-    return found
+            for command in (shlex.split(line, comments=True) for line in lines):
+                if command[:2] == ["make", "demo"]:
+                    result.append(["demo", *shlex.split(SHORT_DEMO)])
+                elif command[:1] == ["parcae"]:
+                    result.append(command[1:])
+    return result
 
 
-def take(step: str | list[str], folder: Path, log: Path) -> None:
-    """What a shell in `folder` would do, in a process that has its imports behind it."""
+def run_step(step: str | list[str], folder: Path, log: Path) -> None:
+    """Run one step as a shell in `folder` would, in a process that has already imported PyTorch."""
     os.chdir(folder)
     os.environ["COLUMNS"] = "100"
     with log.open("w") as stream:
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
     if isinstance(step, str):
-        exec(compile(step, "a block of the page", "exec"), {"__name__": "__main__"})
+        exec(compile(step, "documentation block", "exec"), {"__name__": "__main__"})
     else:
         sys.exit(main(step))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in PAGES if steps(p)], ids=lambda page: page.name)
-def test_everything_shown_runs(page, tmp_path):
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+@pytest.mark.parametrize("page", [p for p in GUIDES if steps(p)], ids=lambda page: page.name)
+def test_blocks_and_commands_run(page, tmp_path):
+    for folder in ("recipes", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     context, log = runs.clean_processes(), tmp_path / "log"
     for step in steps(page):
-        process = context.Process(target=take, args=(step, tmp_path, log))
+        process = context.Process(target=run_step, args=(step, tmp_path, log))
         process.start()
         process.join()
         assert process.exitcode == 0, f"{step}\n{log.read_text()}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    """Links within docs/ also stay within it, because the site is built from that folder."""
+    docs = ROOT / "docs"
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            path = (page.parent / target).resolve()
+            assert path.exists(), target
+            assert not page.is_relative_to(docs) or path.is_relative_to(docs), target
 
 
 def test_every_symbol_and_test_of_the_paper_map_exists():
@@ -81,3 +93,35 @@ def test_every_symbol_and_test_of_the_paper_map_exists():
     for name in re.findall(r"`(?:[\w/.]+\.py: )?(?:\w+\.)?([a-z_]+|[A-Z]\w+)`", text):
         if not name.startswith("test_"):
             assert re.search(rf"\b{name}\b", code), name
+
+
+def test_every_file_of_the_paper_map_exists():
+    text = (ROOT / "docs" / "paper-map.md").read_text()
+    for path in re.findall(r"`((?:\w+/)*\w+\.py)\b", text):
+        assert (ROOT / "src" / "parcae" / path).exists() or (ROOT / "tests" / path).exists(), path
+
+
+def test_the_reference_documents_every_public_name():
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^::: parcae\.(\w+)$", text, re.MULTILINE))
+    assert documented == set(parcae.__all__)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
+    for module in ("material", "mkdocstrings"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed: pip install 'parcae[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr
+    assert "WARNING" not in build.stderr
+
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    locations = {entry["location"] for entry in index["docs"]}
+    assert "api/models.html#parcae.create" in locations
+    for page in tmp_path.rglob("*.html"):
+        external = re.findall(r'<(?:script|img|iframe)[^>]*src="(?:https?:)?//', page.read_text())
+        external += re.findall(r'<link[^>]*href="(?:https?:)?//', page.read_text())
+        assert external == [], page.name

@@ -1,4 +1,4 @@
-"""What `make` would run."""
+"""The commands `make` would run."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
-def would_run(*words: str) -> str:
-    command = ["make", "--dry-run", *words]
+def dry_run(*arguments: str) -> str:
+    command = ["make", "--dry-run", *arguments]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
-def test_the_demo_can_be_had_anew():
-    assert "parcae demo --out out/demo --again" in would_run("demo", "AGAIN=1")
-    assert "--again" not in would_run("demo")
+def test_again_retrains_the_demo():
+    assert "parcae demo --out out/demo --again" in dry_run("demo", "AGAIN=1")
+    assert "--again" not in dry_run("demo")
 
 
-def test_an_installation_says_what_it_does_before_it_is_silent(tmp_path):
-    lines = would_run("demo", f"VENV={tmp_path / 'venv'}").splitlines()
+def test_a_message_precedes_the_installation(tmp_path):
+    lines = dry_run("demo", f"VENV={tmp_path / 'venv'}").splitlines()
     pip = next(number for number, line in enumerate(lines) if "pip install" in line)
     assert any(line.startswith('echo "Installing') for line in lines[:pip])
 
 
-def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
-    assert "[dev]" not in would_run("demo", f"VENV={tmp_path / 'venv'}")
-    assert "[dev]" in would_run("test", f"VENV={tmp_path / 'venv'}")
+def test_the_demo_installs_no_development_dependencies(tmp_path):
+    assert "[dev]" not in dry_run("demo", f"VENV={tmp_path / 'venv'}")
+    assert "[dev]" in dry_run("test", f"VENV={tmp_path / 'venv'}")
 
 
 def test_clean_removes_every_cache_that_git_ignores():
     ignored = (ROOT / ".gitignore").read_text().split()
     caches = [line.rstrip("/") for line in ignored if line.startswith(".") and line.endswith("/")]
     assert ".import_linter_cache" in caches
-    removed = would_run("clean").split()
+    removed = dry_run("clean").split()
     assert [cache for cache in caches if cache not in removed] == []
+
+
+def test_docs_are_built_in_strict_mode(tmp_path):
+    output = dry_run("docs", f"VENV={tmp_path / 'venv'}")
+    assert "mkdocs build --strict" in output
+    assert "[dev]" in output
