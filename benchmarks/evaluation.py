@@ -31,7 +31,7 @@ from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.scoring import score_all
 from parcae.evaluation.tasks import locate, tasks_named
 from parcae.files import write_json
-from parcae.infer.checkpoint import open_checkpoint
+from parcae.runs import open_checkpoint
 
 TASKS = ("arc_easy", "hellaswag", "commonsense_qa", "mmlu_fewshot", "piqa", "boolq")
 DEPTHS = {"T = 8": (8,), "T = 1, 2, 4, 8": (1, 2, 4, 8)}

@@ -23,11 +23,11 @@ from parcae import console
 from parcae import plotting as draw
 from parcae.cpu import keep_freed_memory
 from parcae.evaluation.decoding import Decoded, decode_forced
-from parcae.infer.checkpoint import open_checkpoint
 from parcae.infer.engine import Engine, kernels
 from parcae.infer.exit import ExitRule
 from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan
+from parcae.runs import open_checkpoint
 from parcae.training.corpora import open_corpora
 from parcae.training.folder import read_recipe
 

@@ -6,7 +6,7 @@
     model(tokens, depths=8).logits                   # the same weights, looped 8 times
     model(tokens, targets=targets, depths=[2, 9]).loss.backward()
     parcae.save(model, "folder")
-    parcae.load("folder")
+    parcae.load("folder")                            # or a run, or a checkpoint of a run
     parcae.generate(model, ids, new_tokens=64)       # or parcae.Engine(model, tokenizer)
 
 Heavy modules are imported when a name is first used.
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from parcae.infer.generate import generate
     from parcae.model import create
     from parcae.model.depth import Depths
-    from parcae.model.store import load, save
+    from parcae.model.store import save
     from parcae.presets import PRESETS, preset
+    from parcae.runs import load, open_checkpoint
 
 __all__ = [
     "PRESETS",
@@ -39,6 +40,7 @@ __all__ = [
     "create",
     "generate",
     "load",
+    "open_checkpoint",
     "preset",
     "save",
 ]
@@ -54,7 +56,8 @@ _HOME = {
     "ModelConfig": "config",
     "create": "model",
     "generate": "infer.generate",
-    "load": "model.store",
+    "load": "runs",
+    "open_checkpoint": "runs",
     "preset": "presets",
     "save": "model.store",
 }

@@ -24,7 +24,8 @@ from parcae.evaluation.texts import read_wikitext
 from parcae.files import FileError
 from parcae.infer.network import Network
 from parcae.infer.sampling import BrokenLogits
-from parcae.model.store import load, save
+from parcae.model.store import save
+from parcae.runs import load
 
 
 def test_a_file_with_fewer_questions_than_examples_is_named(tmp_path):

@@ -18,15 +18,12 @@ from parcae.commands import repl as conversation
 from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import train as train_tokenizer
-from parcae.infer.checkpoint import find_model, find_tokenizer, open_checkpoint
 from parcae.infer.meter import Meter
 from parcae.infer.network import Network
 from parcae.infer.plain import generate
 from parcae.infer.request import Piece
 from parcae.infer.text import TextStream
-from parcae.model.store import header, save
-from parcae.training.checkpoint import Checkpoints, Snapshot
-from parcae.training.distributed import Processes
+from parcae.model.store import save
 
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
 TOKENIZER = train_tokenizer([TEXT], 280)
@@ -171,28 +168,6 @@ def test_prompts_from_files_and_pipes(capsys, monkeypatch, folder, tmp_path):
     assert as_json(capsys, *words, "")["prompt_tokens"] == 1  # BOS
 
 
-def test_a_run_gives_its_newest_checkpoint_or_its_best(tmp_path, model):
-    run = tmp_path / "run"
-    run.mkdir()
-    TOKENIZER.save(run / "tokenizer.json")
-    kept = Checkpoints(run, Processes(torch.device("cpu")), keep_last=3, keep_best=True)
-    for step, loss in ((9, 3.0), (100, 1.0), (1000, 2.0)):
-        state = {"validation_loss": loss}
-        weights = dict(model.state_dict())
-        kept.save(Snapshot(step, weights, {"x": torch.zeros(1)}, header(CONFIG), state))
-    kept.wait()
-    kept.close()
-    (run / "checkpoints" / ".step-00002000").mkdir()
-    newest = run / "checkpoints" / "step-00001000"
-    assert find_model(run) == find_model(run / "checkpoints") == find_model(newest) == newest
-    assert find_model(run, best=True).name == "step-00000100"
-    (newest / "tokenizer.json").unlink()
-    assert find_tokenizer(newest) == run
-    opened = open_checkpoint(run)
-    assert torch.equal(opened.model.embed.weight, model.embed.weight)
-    assert opened.tokenizer.sha256 == TOKENIZER.sha256
-
-
 def one_line_error(capsys, *words):
     assert main(["generate", *map(str, words)]) == 2
     said = capsys.readouterr().err
@@ -231,7 +206,7 @@ def test_mistakes_of_folders_and_prompts(capsys, monkeypatch, folder, model, tmp
     assert "not UTF-8" in one_line_error(capsys, folder, f"@{tmp_path / 'latin.txt'}")
     assert "context holds 64" in one_line_error(capsys, folder, PROMPT * 40)
     save(model, tmp_path / "bare")
-    assert "Name one by --tokenizer" in one_line_error(capsys, tmp_path / "bare", PROMPT)
+    assert "Give one by --tokenizer" in one_line_error(capsys, tmp_path / "bare", PROMPT)
     save(randomised(tiny(vocab_size=100)), tmp_path / "small")
     TOKENIZER.save(tmp_path / "small" / "tokenizer.json")
     assert "the model in" in one_line_error(capsys, tmp_path / "small", PROMPT)

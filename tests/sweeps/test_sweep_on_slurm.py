@@ -12,7 +12,8 @@ import pytest
 
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
-from parcae.sweeps.run_state import outcome_of, steps_behind
+from parcae.runs import last_step
+from parcae.sweeps.run_state import outcome_of
 from system.one_node_slurm import cluster, missing
 from training import runs
 
@@ -76,7 +77,7 @@ def test_queued_killed_requeued_and_collected(slurm, tmp_path):
 
     name = next(iter(jobs))
     run = out / "runs" / name
-    wait_for(lambda: steps_behind(run) > 20, out)
+    wait_for(lambda: last_step(run) > 20, out)
     first = int((run / ".lock").read_text())
     assert control(slurm, "requeue", jobs[name]).returncode == 0  # kills its processes
     wait_for(lambda: not Path(f"/proc/{first}").exists(), out)

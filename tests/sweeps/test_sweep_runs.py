@@ -16,9 +16,10 @@ from parcae.cli import main
 from parcae.files import exclusive
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
+from parcae.runs import last_step
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import LocalWorkers, environments
-from parcae.sweeps.run_state import outcome_of, steps_behind
+from parcae.sweeps.run_state import outcome_of
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -121,9 +122,9 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
     sweep = begin(recipe, out)
     first, second = (out / "runs" / name for name in NAMES)
     try:
-        wait_for(lambda: steps_behind(first) > 45, sweep)
+        wait_for(lambda: last_step(first) > 45, sweep)
         os.kill(owner(first), signal.SIGKILL)
-        wait_for(lambda: steps_behind(second) > 60 and steps_behind(first) > 0, sweep)
+        wait_for(lambda: last_step(second) > 60 and last_step(first) > 0, sweep)
         running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
     finally:  # also when the waiting was in vain
         sweep.kill()
@@ -146,7 +147,7 @@ class Told:
 
     @property
     def asked(self):
-        return steps_behind(self.run) > 3
+        return last_step(self.run) > 3
 
     def started(self, job, attempt):
         self.lines.append(("started", job.name, attempt))

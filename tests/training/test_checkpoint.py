@@ -16,6 +16,8 @@ import torch
 from parcae import cli
 from parcae.files import FileError
 from parcae.recipe import write_toml
+from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
+from parcae.runs.layout import checkpoint_path, list_steps
 from parcae.training import checkpoint
 from parcae.training.checkpoint import Checkpoints, Snapshot
 from parcae.training.distributed import Processes
@@ -34,7 +36,7 @@ def snapshot(step, loss=None, size=10):
 
 def kept(store):
     store.wait()
-    return store.steps()
+    return list_steps(store.run)
 
 
 def open_store(folder, keep_last=2, keep_best=True):
@@ -55,7 +57,7 @@ def test_the_best_one_outlives_the_last_ones(tmp_path):
     for step, loss in enumerate((3.0, 1.0, 2.0, None, 2.5, 1.5), start=1):
         store.save(snapshot(step, loss))
     assert kept(store) == [2, 5, 6]
-    assert store.best() == 2
+    assert best_checkpoint(list_checkpoints(tmp_path)) == checkpoint_path(tmp_path, 2)
     store.save(snapshot(7, 0.5))
     assert kept(store) == [6, 7], "a better one takes its place"
 
@@ -65,7 +67,7 @@ def test_without_validation_there_is_no_best(tmp_path):
     for step in (1, 2, 3):
         store.save(snapshot(step))
     assert kept(store) == [3]
-    assert store.best() is None
+    assert best_checkpoint(list_checkpoints(tmp_path)) is None
 
 
 @pytest.mark.slow
@@ -83,7 +85,7 @@ def test_the_best_of_a_run_survives(text, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "_validate", validate)
     train(runs.recipe(text, budget={"steps": 12}), tmp_path / "run")
-    assert open_store(tmp_path / "run").steps() == [5, 9, 12]
+    assert list_steps(tmp_path / "run") == [5, 9, 12]
 
 
 def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
@@ -100,7 +102,7 @@ def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypatch):
-    plain, writing, enough = checkpoint.sha256, threading.Event(), threading.Event()
+    plain, writing, enough = checkpoints.sha256, threading.Event(), threading.Event()
     during = []
 
     def slow(path):
@@ -117,12 +119,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypa
             if len(during) == 3:
                 enough.set()
 
-    monkeypatch.setattr(checkpoint, "sha256", slow)
+    monkeypatch.setattr(checkpoints, "sha256", slow)
     monkeypatch.setattr(Run, "_one_step", one_step)
     quiet = {"checkpoint_every": 10, "validate_every": 0, "telemetry_every": 0}
     train(runs.recipe(text, budget={"steps": 20}, run=quiet), tmp_path / "run")
     assert len(during) == 3, "three steps were taken while a file was not finished"
-    assert open_store(tmp_path / "run").steps() == [10, 20]
+    assert list_steps(tmp_path / "run") == [10, 20]
 
 
 def test_only_safetensors_and_json(text, tmp_path):
@@ -157,7 +159,7 @@ def stopped(text, tmp_path, monkeypatch):
         patched.setattr(Run, "_one_step", one_step)
         with pytest.raises(Killed):
             train(recipe, run)
-    assert open_store(run).steps() == [5, 6, 7]
+    assert list_steps(run) == [5, 6, 7]
     return recipe, run
 
 
@@ -199,7 +201,7 @@ def test_damage_is_seen(name, damage, message, tmp_path):
     store.save(snapshot(4))
     store.wait()
     assert store.latest() == (4, [])
-    damage(store.path(4) / name)
+    damage(checkpoint_path(tmp_path, 4) / name)
     step, (problem,) = store.latest()
     assert step == 3
     assert message in problem
@@ -216,7 +218,7 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, on
     assert "Resumed at step 5" in said
     assert result["status"] == "finished"
     store = open_store(run)
-    assert store.steps() == [6, 9, 10], "6 is written again"
+    assert list_steps(store.run) == [6, 9, 10], "6 is written again"
     assert store.latest() == (10, [])
     aside = sorted(path.name for path in (run / "checkpoints").glob("damaged-*"))
     assert aside == ["damaged-step-00000006", "damaged-step-00000007"]
@@ -253,7 +255,7 @@ def test_leftovers_are_removed_and_strangers_left_alone(tmp_path):
         (folder / name / "model.safetensors").write_bytes(b"half")
     store = open_store(tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step-00000002-copy"]
-    assert store.steps() == []
+    assert list_steps(store.run) == []
     assert store.latest() is None
 
 
@@ -295,7 +297,7 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     assert "No space left on device" in error
     assert "--resume" in error
     store = open_store(run)
-    assert store.steps() == [3, 6]
+    assert list_steps(store.run) == [3, 6]
     assert store.latest() == (6, [])
     assert not list((run / "checkpoints").glob(".*")), "half a checkpoint would take the room"
 
@@ -389,4 +391,4 @@ def test_two_processes_give_up_together(kind, text, tmp_path):
     first, second = (log.read_text() for log in logs)
     assert "No space left on device" in first
     assert "another process" in second or "No space left on device" in second
-    assert open_store(tmp_path / "run").steps() == []
+    assert list_steps(tmp_path / "run") == []

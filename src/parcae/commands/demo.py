@@ -53,20 +53,21 @@ def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
     import shutil
 
     from parcae import console
-    from parcae.files import read_json
-    from parcae.training.folder import RECIPE_FILE, RESULT_FILE, read_recipe
+    from parcae.runs import read_result
+    from parcae.runs.layout import RECIPE_FILE
+    from parcae.training.folder import read_recipe
     from parcae.training.trainer import train
 
     if again and (folder / RECIPE_FILE).exists():
         shutil.rmtree(folder)
     if not (folder / RECIPE_FILE).exists():
         return train(recipe, folder)
-    if (folder / RESULT_FILE).exists():
-        result = read_json(folder / RESULT_FILE)
-        if result["status"] == "finished":
-            words = f"{folder} holds a finished run, shown again. {ANEW}\n"
-            console.out.print(words, soft_wrap=True)
-            return result
+    result = read_result(folder)
+    if result is not None and result["status"] == "finished":
+        console.out.print(
+            f"{folder} is a finished run; it is shown again. {ANEW}\n", soft_wrap=True
+        )
+        return result
     return train(read_recipe(folder), folder, resume=True)
 
 
@@ -74,13 +75,12 @@ def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
     from typing import cast
 
     from parcae.experiments.looping import measure, picture
-    from parcae.infer.checkpoint import find_model
     from parcae.model.looped import LoopedModel
-    from parcae.model.store import load
+    from parcae.runs import load
     from parcae.training.corpora import open_corpora
 
     batches = list(open_corpora(recipe, folder).validation(recipe, 16))
-    profile = measure(cast(LoopedModel, load(find_model(folder))), batches)
+    profile = measure(cast(LoopedModel, load(folder)), batches)
     return profile, picture(profile, recipe.model.loop.mean_loops, path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.config import ConfigError, require
     from parcae.evaluation.depth import follow
     from parcae.evaluation.depth_map import picture
-    from parcae.infer.checkpoint import open_checkpoint
     from parcae.infer.sampling import BrokenLogits
+    from parcae.runs import open_checkpoint
 
     model, tokenizer, folder = open_checkpoint(
         arguments.checkpoint, arguments.tokenizer, arguments.best
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     spelled = [word.decode(errors="replace") for word in tokenizer.token_bytes]
     spelled += [f"#{token}" for token in range(len(spelled), model.config.vocab_size)]
     labels = [spelled[token] for token in kept]
-    out = arguments.out or _place(folder)
+    out = arguments.out or _default_path(folder)
     path = picture(profile, labels, f"{_name(folder)}, loop by loop", out)
     if len(kept) < len(whole):
         words = f"The first {len(kept)} of {len(whole)} tokens; --tokens takes more, up to the "
@@ -103,22 +102,18 @@ def _check(arguments: argparse.Namespace) -> None:
         require(fits, flag, f"{value} is out of range", f"Use 1 to {most:,}.")
 
 
-def _run(folder: Path) -> Path | None:
-    """The run that a checkpoint belongs to."""
-    if folder.absolute().parent.name != "checkpoints":
-        return None
-    run = folder.absolute().parent.parent
-    return run if folder.is_absolute() else Path(os.path.relpath(run))
+def _default_path(folder: Path) -> Path:
+    """In the run; nothing is written into a model folder that is not part of a run."""
+    from parcae.runs.layout import DEPTH_FIGURE, run_of
 
-
-def _place(folder: Path) -> Path:
-    """Beside the run; a model's folder may be someone else's, and is left alone."""
-    return (_run(folder) or Path("out")) / "depth.png"
+    return (run_of(folder) or Path("out")) / DEPTH_FIGURE
 
 
 def _name(folder: Path) -> str:
     """`run/step-00000300` for a checkpoint, the folder's own name otherwise."""
-    run = _run(folder)
+    from parcae.runs import run_of
+
+    run = run_of(folder)
     return folder.absolute().name if run is None else f"{run.absolute().name}/{folder.name}"
 
 

@@ -304,5 +304,7 @@ def _drop_results(out: Path) -> None:
 
 def _default_folder(checkpoint: str) -> Path:
     """Beside what was evaluated; models from the hub have no folder of ours."""
+    from parcae.runs.layout import EVALUATION_FOLDER
+
     path = Path(checkpoint)
-    return path / "evaluation" if path.is_dir() else Path("out/evaluation") / path.name
+    return path / EVALUATION_FOLDER if path.is_dir() else Path("out/evaluation") / path.name

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from parcae.infer.checkpoint import Opened
     from parcae.infer.engine import Engine
+    from parcae.runs import Checkpoint
 
 
 class Option(NamedTuple):
@@ -107,9 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     prompt = None if interactive else read_words("-" if word is None else word)
 
     from parcae.commands.repl import converse  # wrong usage need not wait for these
-    from parcae.infer.checkpoint import open_checkpoint
     from parcae.infer.engine import Engine
     from parcae.infer.sampling import BrokenLogits
+    from parcae.runs import open_checkpoint
 
     opened = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
     engine = Engine(
@@ -149,7 +149,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _write(
-    engine: Engine, prompt: str, options: dict[str, Any], opened: Opened, as_json: bool
+    engine: Engine, prompt: str, options: dict[str, Any], opened: Checkpoint, as_json: bool
 ) -> None:
     from parcae.commands.generation_output import as_tree, tell, write_prompt, write_text
     from parcae.infer.meter import Meter

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import islice
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.scoring import Scorer
 from parcae.evaluation.suites import TextSuite
 from parcae.files import FileError
-from parcae.infer.checkpoint import CHECKPOINTS
+from parcae.runs import run_of
+from parcae.runs.layout import RECIPE_FILE
 from parcae.training.corpora import open_corpora
-from parcae.training.folder import RECIPE_FILE, read_recipe
+from parcae.training.folder import read_recipe
 
 BATCH_ROWS = 8
 REMEDY = "Name a file of held-out texts by --val-data."
@@ -32,8 +32,9 @@ REMEDY = "Name a file of held-out texts by --val-data."
 
 def measure_held_out(checkpoint: str, limit: int | None, scorer: Scorer) -> dict[str, Any]:
     """As training validates: the rows that the run's recipe holds out, or the first `limit`."""
-    run = _run_of(Path(checkpoint))
-    if run is None or not isinstance(scorer, LoopedScorer):
+    run = run_of(checkpoint)
+    has_recipe = run is not None and (run / RECIPE_FILE).exists()
+    if run is None or not has_recipe or not isinstance(scorer, LoopedScorer):
         raise ConfigError(f"val: {checkpoint} is not a run, so nothing was held out. {REMEDY}")
     recipe = read_recipe(run)
     if limit is not None:
@@ -74,14 +75,6 @@ def open_held_out(path: str, limit: int | None, scorer: Scorer) -> TextSuite:
     texts = [one.text for one in islice(read_documents(files, Reading()), limit)]
     source = DataFile(files[0].path, "held out")
     return TextSuite(RunningText("val", texts, texts, source, scorer))
-
-
-def _run_of(path: Path) -> Path | None:
-    """The run that a run's folder, or one of its checkpoints, belongs to."""
-    places = [path]
-    if path.absolute().parent.name == CHECKPOINTS:
-        places.append(path.absolute().parent.parent)
-    return next((place for place in places if (place / RECIPE_FILE).exists()), None)
 
 
 def _plain(value: float | None) -> float | None:

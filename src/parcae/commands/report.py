@@ -21,10 +21,11 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console
     from parcae.report.page import write_report
     from parcae.report.runs import read_runs
+    from parcae.runs.layout import REPORT_FOLDER
 
     runs = read_runs(arguments.runs)
     several = Path("out/report")
-    out = arguments.out or (arguments.runs[0] / "report" if len(runs) == 1 else several)
+    out = arguments.out or (arguments.runs[0] / REPORT_FOLDER if len(runs) == 1 else several)
     path = write_report(runs, out)
     console.out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return 0

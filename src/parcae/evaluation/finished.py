@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from parcae.evaluation.job import Record
 from parcae.evaluation.samples import SETTINGS, read_samples
 from parcae.files import FileError, read_json, read_sealed
+from parcae.runs.layout import EVALUATION_FOLDER
 
 RESULT = "result.json"
 REMEDY = "Name a folder that `parcae eval` wrote, and let it finish there."
@@ -55,7 +56,7 @@ class Evaluation:
 def read_evaluation(folder: str | Path) -> Evaluation:
     """Of its folder, or of the run or model it stands in."""
     folder = Path(folder)
-    inside = folder / "evaluation"
+    inside = folder / EVALUATION_FOLDER
     if (inside / RESULT).exists():  # a run has a result of its own
         folder = inside
     if not (folder / RESULT).exists():

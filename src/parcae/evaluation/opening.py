@@ -15,9 +15,10 @@ from parcae.evaluation.hf_scorer import ForeignScorer, tokenizer_fingerprint
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.scoring import Scorer
 from parcae.files import FileError, read_json
-from parcae.infer.checkpoint import open_checkpoint
+from parcae.model import CONFIG_FILE
 from parcae.model.release import is_release
-from parcae.model.store import CONFIG_FILE, FORMAT
+from parcae.model.store import FORMAT
+from parcae.runs import open_checkpoint
 
 
 def open_scorer(

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from parcae.config import ModelConfig
     from parcae.model.frame import LanguageModel
 
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+"""The files of a model folder; see `parcae.model.store`."""
+
 
 def build(config: ModelConfig) -> LanguageModel:
     """The model a configuration describes, without memory for its weights (on the meta device)."""

@@ -125,7 +125,8 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from parcae.model.store import WEIGHTS_FILE, read_weights
+    from parcae.model import WEIGHTS_FILE
+    from parcae.model.store import read_weights
 
     if (folder / WEIGHTS_FILE).exists():
         return read_weights(folder / WEIGHTS_FILE)

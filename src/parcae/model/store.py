@@ -1,7 +1,7 @@
-"""Our weights on disk: a folder with `config.json` and `model.safetensors`.
+"""A model folder: `config.json` and `model.safetensors`, written and read.
 
-`load` is where reading any checkpoint begins: it looks at the configuration and hands a folder in
-the reference release's format to `release.py`. No code from a file is ever run.
+`read_model` also takes a folder in the reference release's format, by `release.py`. Checksums of a
+run's checkpoints are verified by `parcae.runs`, which `parcae.load` goes through.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parcae.config import ModelConfig
-from parcae.files import FileError, atomic_path, flush, read_json, sha256, to_json
-from parcae.model import build
+from parcae.files import FileError, atomic_path, flush, read_json, to_json
+from parcae.model import CONFIG_FILE, WEIGHTS_FILE, build
 from parcae.model.frame import LanguageModel
 from parcae.recipe import build as build_config
 from parcae.recipe import plain
 
 FORMAT = "parcae"
 VERSION = 1
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
-STATE_FILE = "state.json"
-"""Of a training run's checkpoint: among the rest, what its files were when they were written."""
 
 
 def save(model: LanguageModel, folder: str | Path) -> Path:
@@ -54,23 +50,20 @@ def header(config: ModelConfig) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "model": plain(config)}
 
 
-def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageModel:
-    """A model from a folder: ours, or the reference release's. In evaluation mode."""
+def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageModel:
+    """The model in a model folder, in evaluation mode. Checksums are not verified here."""
     from parcae.model.release import is_release, read_release
 
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder. Give the folder that holds {CONFIG_FILE}.")
-    said = read_json(folder / CONFIG_FILE)
-    if is_release(said):
-        config, weights = read_release(folder, said)
-    elif isinstance(said, dict) and said.get("format") == FORMAT:
-        if said.get("version") != VERSION:
+    content = read_json(folder / CONFIG_FILE)
+    if is_release(content):
+        config, weights = read_release(folder, content)
+    elif isinstance(content, dict) and content.get("format") == FORMAT:
+        if content.get("version") != VERSION:
             raise FileError(
-                f"{folder / CONFIG_FILE}: format version {said.get('version')}, but this parcae "
+                f"{folder / CONFIG_FILE}: format version {content.get('version')}, but this parcae "
                 f"reads version {VERSION}. Update parcae."
             )
-        config = build_config(ModelConfig, said.get("model", {}), "model")
+        config = build_config(ModelConfig, content.get("model", {}), "model")
         weights = read_weights(folder / WEIGHTS_FILE)
     else:
         raise FileError(
@@ -84,7 +77,6 @@ def load(folder: str | Path, device: str | torch.device = "cpu") -> LanguageMode
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """One file, or the shards that several processes wrote in its place."""
-    _check_sums(path.parent)
     shards = sorted(path.parent.glob("shard-*.safetensors"))
     if shards and not path.exists():
         return _join(path.parent)
@@ -94,20 +86,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
     except (SafetensorError, OSError) as error:
         raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
-
-
-def _check_sums(folder: Path) -> None:
-    """Weights with a flipped bit would be loaded, and would write something."""
-    if not (folder / STATE_FILE).exists():
-        return
-    said = read_json(folder / STATE_FILE)
-    sums = said.get("files") if isinstance(said, dict) else None
-    for name, expected in sums.items() if isinstance(sums, dict) else ():
-        path = folder / name
-        if path.parent == folder and path.suffix == ".safetensors" and sha256(path) != expected:
-            raise FileError(
-                f"{path}: damaged, its checksum differs. Use another checkpoint of the run."
-            )
 
 
 def _join(folder: Path) -> dict[str, Tensor]:

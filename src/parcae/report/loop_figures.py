@@ -9,8 +9,9 @@ import numpy as np
 from parcae.config import ModelConfig
 from parcae.report.canvas import Figure, color_of, dash_of, finish, panel
 from parcae.report.figures import Draw, over_training, several_over_training
-from parcae.report.runs import Line, Run
+from parcae.report.runs import Run
 from parcae.report.series import number, numbers
+from parcae.runs.records import Line
 
 
 def per_loop(name: str, title: str, unit: str, key: str, look: str) -> Draw:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from parcae.config import ConfigError, ModelConfig
-from parcae.files import FileError, read_json
 from parcae.presets import model_from_table
-from parcae.recipe import read_toml
 from parcae.report.series import column, number
-
-Line = dict[str, Any]
+from parcae.runs import check_run_folder, read_metrics, read_recipe_table, read_result
+from parcae.runs.layout import RECIPE_FILE
+from parcae.runs.records import Line
 
 
 @dataclass(frozen=True)
@@ -136,67 +134,22 @@ class Run:
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs in the order given, each once, under names that differ."""
-    places = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    for given in folders:
-        check_run_folder(Path(given))
-    return [read_run(place, name) for place, name in zip(places, distinct(places), strict=True)]
+    for folder in folders:
+        check_run_folder(folder)
+    paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
+    return [read_run(path, name) for path, name in zip(paths, distinct(paths), strict=True)]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
     check_run_folder(folder)
-    recipe_path = folder / "recipe.toml"
-    try:
-        recipe = read_toml(recipe_path)
-    except ConfigError as error:
-        raise FileError(str(error)) from None
-    result = read_json(folder / "result.json") if (folder / "result.json").exists() else None
-    if result is not None and not isinstance(result, dict):
-        raise FileError(f"{folder / 'result.json'}: not a table of results. Was it edited?")
     return Run(
         folder=folder,
         name=name or folder.resolve().name,
-        recipe=recipe,
-        recipe_text=recipe_path.read_text(encoding="utf-8"),
-        lines=read_metrics(folder / "metrics.jsonl"),
-        result=result,
+        recipe=read_recipe_table(folder),
+        recipe_text=(folder / RECIPE_FILE).read_text(encoding="utf-8"),
+        lines=read_metrics(folder),
+        result=read_result(folder),
     )
-
-
-def check_run_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder. Name the folder of a training run.")
-    for name in ("recipe.toml", "metrics.jsonl"):
-        if not (folder / name).is_file():
-            raise FileError(
-                f"{folder}: not the folder of a training run; it has no {name}. "
-                "Name one that training has written."
-            )
-
-
-def read_metrics(path: Path) -> dict[str, list[Line]]:
-    """Lines by kind. The last may be cut off, by a writer at work or one that was killed."""
-    try:
-        raw = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
-    rows = [(place, line) for place, line in enumerate(raw, 1) if line.strip()]
-    kinds: dict[str, list[Line]] = {}
-    for place, line in rows:
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            if place == rows[-1][0]:
-                break
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-            raise FileError(
-                f"{path}, line {place}: not valid JSON ({reason}). Mend or delete that line."
-            ) from None
-        if not isinstance(value, dict):
-            raise FileError(f"{path}, line {place}: not a JSON object. Mend or delete that line.")
-        kinds.setdefault(str(value.get("kind")), []).append(value)
-    if not kinds:
-        raise FileError(f"{path}: empty; the run has logged nothing yet. Wait for its first step.")
-    return kinds
 
 
 def distinct(places: Sequence[Path]) -> list[str]:

@@ -19,10 +19,11 @@ from parcae.data.shards import MANIFEST, read_manifest
 from parcae.files import FileError, read_json, read_sealed, write_json, write_sealed, write_text
 from parcae.laws.table import Table, table_from_rows, write_table
 from parcae.recipe import write_toml
+from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
 from parcae.sweeps.launch import Job
 from parcae.sweeps.plan import PlannedRun
 from parcae.sweeps.run_state import outcome_of
-from parcae.training.corpora import TOKENIZER_FILE, open_corpora
+from parcae.training.corpora import open_corpora
 from parcae.training.folder import differences
 from parcae.training.settings import DataConfig, located, plain_recipe, recipe_from_tree
 
@@ -94,7 +95,7 @@ class SweepFolder:
         """Tokenizer and shards, made where they are missing; then a recipe file for each run."""
         smallest = min(runs, key=lambda run: run.recipe.model.vocab_size).recipe
         data = located(smallest).data
-        made = [self.path / "data" / str(number) for number in range(len(data.sources))]
+        made = [self.path / DATA_FOLDER / str(number) for number in range(len(data.sources))]
         here = [
             Path(source) if (Path(source) / MANIFEST).exists() else own
             for source, own in zip(data.sources, made, strict=True)

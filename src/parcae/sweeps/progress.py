@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.progress import TextColumn
 
 from parcae import console
+from parcae.runs import last_step
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import Job
 from parcae.sweeps.plan import PlannedRun
-from parcae.sweeps.run_state import outcome_of, steps_behind
+from parcae.sweeps.run_state import outcome_of
 from parcae.training.display import clock
 
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -48,7 +49,7 @@ class Watch(console.LiveBar):
         self.folder.begin(job.name)
         self.active[job.name] = self._before[job.name]
         again = f", attempt {attempt}" if attempt > 1 else ""
-        at = steps_behind(job.run)
+        at = last_step(job.run)
         behind = f" (had come to step {at}{again})" if at else again
         self.say(f"started   {job.name}{behind}{self._outlook()}")
 
@@ -80,7 +81,7 @@ class Watch(console.LiveBar):
         )
 
     def _share(self, run: PlannedRun) -> float:
-        return min(1.0, steps_behind(self.folder.run(run.name)) / run.steps)
+        return min(1.0, last_step(self.folder.run(run.name)) / run.steps)
 
     def _behind(self, start: bool = False) -> float:
         total = sum(self.weights[name] for name in self.to_do)

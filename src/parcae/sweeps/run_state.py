@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from parcae.files import read_json
-from parcae.training.folder import RESULT_FILE
-from parcae.training.log import METRICS_FILE
+from parcae.runs import read_result
+from parcae.runs.layout import METRICS_FILE
 
 Stage = Literal["new", "begun", "interrupted", "diverged", "finished"]
-TAIL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -28,24 +24,7 @@ class Outcome:
 
 
 def outcome_of(run: Path) -> Outcome:
-    if (run / RESULT_FILE).exists():
-        result = read_json(run / RESULT_FILE)
+    result = read_result(run)
+    if result is not None:
         return Outcome(result["status"], result)
     return Outcome("begun" if (run / METRICS_FILE).exists() else "new")
-
-
-def steps_behind(run: Path) -> int:
-    """Optimiser steps that a run has logged; 0 before the first."""
-    try:
-        with (run / METRICS_FILE).open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, size - TAIL_BYTES))
-            lines = stream.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue  # being written right now
-    return 0

@@ -17,8 +17,6 @@ seed stand for all generators.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -40,12 +38,27 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parcae.files import FileError, flush, read_json, sha256, write_json
-from parcae.model.store import CONFIG_FILE, STATE_FILE, WEIGHTS_FILE
+from parcae.files import FileError, flush, write_json
+from parcae.model import CONFIG_FILE, WEIGHTS_FILE
+from parcae.runs.checkpoints import (
+    best_checkpoint,
+    list_checkpoints,
+    read_state,
+    verify_checkpoint,
+    write_state,
+)
+from parcae.runs.layout import (
+    OPTIMISER_FILE,
+    OPTIMISER_FOLDER,
+    TOKENIZER_FILE,
+    checkpoint_path,
+    damaged_path,
+    hidden_checkpoints,
+    hidden_path,
+    list_steps,
+    step_of,
+)
 from parcae.training.distributed import Processes, Several
-
-OPTIMISER = "optimiser"
-FORMAT = "parcae-training-1"
 
 
 @dataclass(frozen=True)
@@ -64,23 +77,15 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, run: Path, processes: Processes, keep_last: int, keep_best: bool) -> None:
-        self.folder = run / "checkpoints"
-        self.tokenizer = run / "tokenizer.json"
+        self.run = run
         self.processes = processes
         self.keep_last, self.keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
         if processes.is_first:  # which holds the run's folder: nobody else is writing here
-            for left in self.folder.glob(".step-*"):
-                shutil.rmtree(left, ignore_errors=True)
-
-    def steps(self) -> list[int]:
-        names = (path.name.removeprefix("step-") for path in self.folder.glob("step-*"))
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+            for path in hidden_checkpoints(run):
+                shutil.rmtree(path, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy now, write in the background. Waits for the one before, and raises its error.
@@ -91,9 +96,9 @@ class Checkpoints:
         if snapshot.step == self._newest:  # known to every process without asking the others
             return
         self._newest = snapshot.step
-        hidden = self.folder / f".step-{snapshot.step:08d}"
+        hidden = hidden_path(self.run, snapshot.step)
         if isinstance(self.processes, Several) and self.processes.sharded:
-            parts = [(hidden, snapshot.weights), (hidden / OPTIMISER, snapshot.optimiser)]
+            parts = [(hidden, snapshot.weights), (hidden / OPTIMISER_FOLDER, snapshot.optimiser)]
             write = _sharded_writer(parts, self.processes)
         elif self.processes.is_first:
             write = _whole_writer(hidden, _copy(snapshot.weights), _copy(snapshot.optimiser))
@@ -122,56 +127,38 @@ class Checkpoints:
             if not self.processes.is_first:
                 return
             write_json(hidden / CONFIG_FILE, snapshot.header)
-            if self.tokenizer.exists():
-                shutil.copyfile(self.tokenizer, hidden / self.tokenizer.name)
-            files = sorted(path for path in hidden.rglob("*") if path.is_file())
-            for path in files:
-                flush(path)
-            sums = {str(path.relative_to(hidden)): sha256(path) for path in files}
-            state = {"format": FORMAT, "step": snapshot.step, **snapshot.state, "files": sums}
-            write_json(hidden / STATE_FILE, {**state, "sha256": _checksum(state)})
-            flush(hidden)
-            hidden.rename(self.path(snapshot.step))
-            flush(self.folder)
+            if (self.run / TOKENIZER_FILE).exists():
+                shutil.copyfile(self.run / TOKENIZER_FILE, hidden / TOKENIZER_FILE)
+            write_state(hidden, snapshot.step, snapshot.state)
+            hidden.rename(checkpoint_path(self.run, snapshot.step))
+            flush(hidden.parent)
             self._prune()
         except (OSError, SafetensorError, CheckpointException) as error:
             shutil.rmtree(hidden, ignore_errors=True)
             reason = getattr(error, "strerror", None) or str(error).strip()
             raise FileError(
-                f"{self.path(snapshot.step)}: the checkpoint could not be written "
+                f"{checkpoint_path(self.run, snapshot.step)}: the checkpoint could not be written "
                 f"({reason}). Earlier ones are whole: make room, then go on with "
                 "--resume."
             ) from error
 
     def _prune(self) -> None:
-        steps = self.steps()
-        kept = set(steps[-self.keep_last :])
-        if self.keep_best and (best := self.best()) is not None:
+        checkpoints = list_checkpoints(self.run)
+        kept = set(checkpoints[-self.keep_last :])
+        if self.keep_best and (best := best_checkpoint(checkpoints)) is not None:
             kept.add(best)
-        for step in steps:
-            if step not in kept:
-                doomed = self.folder / f".step-{step:08d}"
-                self.path(step).rename(doomed)  # never half a folder under a valid name
-                shutil.rmtree(doomed, ignore_errors=True)
-
-    def best(self) -> int | None:
-        """The step with the lowest validation loss at the depth the model is used at."""
-        losses = {}
-        for step in self.steps():
-            try:
-                loss = read_json(self.path(step) / STATE_FILE).get("validation_loss")
-            except FileError:
-                continue
-            if loss is not None:
-                losses[step] = loss
-        return min(losses, key=losses.__getitem__) if losses else None
+        for path in checkpoints:
+            if path not in kept:
+                hidden = hidden_path(self.run, step_of(path))
+                path.rename(hidden)  # never half a folder under a valid name
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def latest(self) -> tuple[int, list[str]] | None:
         """The newest step whose files are all as they were written, and what was wrong above."""
         problems: list[str] = []
-        for step in reversed(self.steps()):
+        for step in reversed(list_steps(self.run)):
             try:
-                verify(self.path(step))
+                verify_checkpoint(checkpoint_path(self.run, step))
                 return step, problems
             except OSError as error:
                 problems.append(str(error))
@@ -183,41 +170,21 @@ class Checkpoints:
         """Rename those that were damaged, so that they are neither kept as the last nor in the way
         of the ones that will be written again."""
         if self.processes.is_first:
-            for later in self.steps():
+            for later in list_steps(self.run):
                 if later > step:
-                    aside = self.folder / f"damaged-step-{later:08d}"
+                    aside = damaged_path(self.run, later)
                     shutil.rmtree(aside, ignore_errors=True)
-                    self.path(later).rename(aside)
+                    checkpoint_path(self.run, later).rename(aside)
 
     def load(
         self, step: int, weights: Mapping[str, Tensor], optimiser: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Fill live tensors in place; returns the plain state."""
-        folder = self.path(step)
+        folder = checkpoint_path(self.run, step)
         self._newest = step
         fill(weights, folder, self.processes)
-        fill(optimiser, folder / OPTIMISER, self.processes)
-        return read_json(folder / STATE_FILE)
-
-
-def verify(folder: Path) -> None:
-    """Every file is there and has the checksum it was written with."""
-    state = read_json(folder / STATE_FILE)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise FileError(f"{folder / STATE_FILE}: not a training checkpoint of this version.")
-    if state.pop("sha256", None) != _checksum(state):
-        raise FileError(f"{folder / STATE_FILE}: damaged, its checksum differs.")
-    for name, expected in state["files"].items():
-        path = folder / name
-        if not path.is_file():
-            raise FileError(f"{path}: missing.")
-        if sha256(path) != expected:
-            raise FileError(f"{path}: damaged, its checksum differs.")
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    """Of plain values, as they come back from JSON."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+        fill(optimiser, folder / OPTIMISER_FOLDER, self.processes)
+        return read_state(folder)
 
 
 def fill(tensors: Mapping[str, Tensor], folder: Path, processes: Processes) -> None:
@@ -252,9 +219,9 @@ def _whole_writer(
     folder: Path, weights: dict[str, Tensor], optimiser: dict[str, Tensor]
 ) -> Callable[[], None]:
     def write() -> None:
-        (folder / OPTIMISER).mkdir(parents=True, exist_ok=True)
+        (folder / OPTIMISER_FOLDER).mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        save_file(optimiser, folder / OPTIMISER / "state.safetensors")
+        save_file(optimiser, folder / OPTIMISER_FOLDER / OPTIMISER_FILE)
 
     return write
 

@@ -20,11 +20,10 @@ from parcae.data.readers import Reading
 from parcae.data.shards import MANIFEST, Shards, read_manifest
 from parcae.data.tokenizer import Tokenizer, within_budget
 from parcae.data.tokenizer import train as train_tokenizer
-from parcae.training.log import METRICS_FILE
+from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
 from parcae.training.settings import Recipe
 
 TOKENIZER_CHARACTERS = 200_000_000
-TOKENIZER_FILE = "tokenizer.json"
 WORTH_SAYING_BYTES = 1 << 30
 """Of shards to check: less takes a moment."""
 
@@ -120,7 +119,7 @@ def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = 
             _check_tokenizer(prepared[source], tokenizer)
             folders.append(prepared[source])
         else:
-            folders.append(run / "data" / str(number))
+            folders.append(run / DATA_FOLDER / str(number))
             if say is not None and not _is_settled(run, folders[-1]):
                 _tokenise(source, tokenizer, recipe, folders[-1], say)
     weights = recipe.data.weights or (1.0,) * len(sources)

@@ -15,11 +15,16 @@ from typing import Any
 from parcae.config import ConfigError
 from parcae.files import FileError, write_text
 from parcae.recipe import write_toml
-from parcae.training.log import METRICS_FILE
+from parcae.runs.layout import (
+    CHECKPOINTS_FOLDER,
+    DATA_FOLDER,
+    METRICS_FILE,
+    RECIPE_FILE,
+    RESULT_FILE,
+    TOKENIZER_FILE,
+)
 from parcae.training.settings import Recipe, plain_recipe, recipe_from_file
 
-RECIPE_FILE = "recipe.toml"
-RESULT_FILE = "result.json"
 HEADER = "# Every setting of this run, resolved; written by parcae.\n"
 FREE_TO_CHANGE = {
     "data": {"prefetch", "verify"},
@@ -59,15 +64,15 @@ def begin(folder: Path, recipe: Recipe) -> None:
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     ours = before is not None and before.startswith(HEADER)
     if not ours:
-        for name in (RECIPE_FILE, "tokenizer.json", "data", "checkpoints", RESULT_FILE):
+        for name in (RECIPE_FILE, TOKENIZER_FILE, DATA_FOLDER, CHECKPOINTS_FOLDER, RESULT_FILE):
             if (folder / name).exists():
                 raise ConfigError(
                     f"{folder / name}: there already, and not of a run. Use another --out."
                 )
     elif before != text:
-        for made in (folder / "data").glob("[0-9]*"):
+        for made in (folder / DATA_FOLDER).glob("[0-9]*"):
             shutil.rmtree(made, ignore_errors=True)
-        (folder / "tokenizer.json").unlink(missing_ok=True)
+        (folder / TOKENIZER_FILE).unlink(missing_ok=True)
     write_text(path, text)
 
 

@@ -17,8 +17,7 @@ from typing import IO, Any, Protocol
 
 from parcae.config import ConfigError
 from parcae.files import FileError, write_all, write_text
-
-METRICS_FILE = "metrics.jsonl"
+from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
 
 class Sink(Protocol):
@@ -103,7 +102,7 @@ class TensorBoard:
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        self._writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         for name, value in numbers.items():
@@ -137,7 +136,7 @@ class WandB:
 
 def _identity(folder: Path) -> str:
     """A random name, kept in the folder: another run in a folder of the same name gets another."""
-    path = folder / "tracking-id"
+    path = folder / TRACKING_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(8))
     return path.read_text(encoding="utf-8")

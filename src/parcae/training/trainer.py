@@ -22,6 +22,7 @@ from parcae.evaluation.loss import DepthLosses, Loss
 from parcae.files import FileError, exclusive, write_json
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
+from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training import folder as run_folder
 from parcae.training.budget import flops_per_step, tokens_per_step
 from parcae.training.checkpoint import Checkpoints
@@ -330,13 +331,13 @@ class Run:
         }
         result = finite(result)
         if self.workers.is_first:
-            write_json(self.out / run_folder.RESULT_FILE, result)
+            write_json(self.out / RESULT_FILE, result)
         self._farewell(status, diagnosis)
         return result
 
     def _farewell(self, status: str, diagnosis: str | None) -> None:
         resume = f"parcae train --resume {self.out}"
-        saved = self.checkpoints.steps()
+        saved = list_steps(self.out)
         where = f"step {saved[-1]}" if saved else "nothing"
         early = self.learner.total is not None and self.learner.step < self.learner.total
         limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"

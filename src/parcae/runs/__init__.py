@@ -1,0 +1,44 @@
+"""The run folder: file names, checkpoints, results. The only package that knows what is in one.
+
+layout        names of files and folders
+checkpoints   list, choose (newest, best), verify, state.json
+opening       from a path to a model and its tokenizer
+records       recipe.toml, metrics.jsonl, result.json
+"""
+
+from parcae.runs.checkpoints import (
+    best_checkpoint,
+    find_checkpoint,
+    list_checkpoints,
+    read_state,
+    verify_checkpoint,
+    verify_weights,
+)
+from parcae.runs.layout import run_of
+from parcae.runs.opening import Checkpoint, find_tokenizer, load, open_checkpoint
+from parcae.runs.records import (
+    check_run_folder,
+    last_step,
+    read_metrics,
+    read_recipe_table,
+    read_result,
+)
+
+__all__ = [
+    "Checkpoint",
+    "best_checkpoint",
+    "check_run_folder",
+    "find_checkpoint",
+    "find_tokenizer",
+    "last_step",
+    "list_checkpoints",
+    "load",
+    "open_checkpoint",
+    "read_metrics",
+    "read_recipe_table",
+    "read_result",
+    "read_state",
+    "run_of",
+    "verify_checkpoint",
+    "verify_weights",
+]

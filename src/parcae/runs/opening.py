@@ -1,0 +1,81 @@
+"""From a path to a model: the one place where weights are read for use.
+
+A path is a model folder (config.json and weights, as `parcae.save` writes them, or the reference
+release's), a run, or RUN/checkpoints/step-N.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from parcae.config import require
+from parcae.files import FileError
+from parcae.runs.checkpoints import find_checkpoint, verify_weights
+from parcae.runs.layout import TOKENIZER_FILE, run_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from parcae.data.tokenizer import Tokenizer
+    from parcae.model.frame import LanguageModel
+
+TOKENIZER_FILES = (TOKENIZER_FILE, "merges.txt")
+"""Files by which a folder with a tokenizer is recognised."""
+
+
+class Checkpoint(NamedTuple):
+    """A model, its tokenizer, and the folder the weights were read from."""
+
+    model: LanguageModel
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def load(
+    path: str | Path, device: str | torch.device = "cpu", *, best: bool = False
+) -> LanguageModel:
+    """The model of a model folder, a run or a checkpoint, in evaluation mode.
+
+    `best`: of a run's checkpoints the one with the lowest validation loss instead of the newest.
+    Weights that differ from their recorded checksums raise FileError. No code from a file is run.
+    """
+    from parcae.model.store import read_model
+
+    folder = find_checkpoint(path, best)
+    verify_weights(folder)
+    return read_model(folder, device)
+
+
+def open_checkpoint(
+    path: str | Path,
+    tokenizer: str | Path | None = None,
+    best: bool = False,
+    device: str | torch.device = "cpu",
+) -> Checkpoint:
+    """A model with its tokenizer: `tokenizer`, or else the one beside the weights or in the run.
+
+    `path` and `best` are those of `load`.
+    """
+    from parcae.data.tokenizer import Tokenizer
+
+    folder = find_checkpoint(path, best)
+    encoder = Tokenizer.load(find_tokenizer(folder) if tokenizer is None else tokenizer)
+    model = load(folder, device)
+    entries, vocabulary = encoder.vocab_size, model.config.vocab_size
+    require(
+        entries <= vocabulary,
+        "tokenizer",
+        f"{entries:,} entries, but the model in {folder} has a vocabulary of {vocabulary:,}",
+        "Give the tokenizer it was trained with, by --tokenizer.",
+    )
+    return Checkpoint(model, encoder, folder)
+
+
+def find_tokenizer(folder: str | Path) -> Path:
+    """The folder with the tokenizer: that of the weights, or the run they are a checkpoint of."""
+    folder = Path(folder)
+    for candidate in filter(None, (folder, run_of(folder))):
+        if any((candidate / name).exists() for name in TOKENIZER_FILES):
+            return candidate
+    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one by --tokenizer.")

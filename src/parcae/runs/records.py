@@ -1,0 +1,96 @@
+"""What a run wrote about itself: recipe.toml, metrics.jsonl and result.json, as plain values."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from parcae.config import ConfigError
+from parcae.files import FileError, read_json
+from parcae.recipe import read_toml
+from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
+
+Line = dict[str, Any]
+TAIL_BYTES = 1 << 16
+
+
+def check_run_folder(folder: str | Path) -> Path:
+    """The folder itself, if it holds a run that has started; FileError otherwise."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder. Give the folder of a training run.")
+    for name in (RECIPE_FILE, METRICS_FILE):
+        if not (folder / name).is_file():
+            raise FileError(
+                f"{folder}: not the folder of a training run: {name} is missing. "
+                "Give a folder that `parcae train` has written."
+            )
+    return folder
+
+
+def read_recipe_table(run: str | Path) -> dict[str, Any]:
+    """The tables of recipe.toml, unchecked; `parcae.training.settings` builds a Recipe of them."""
+    try:
+        return read_toml(Path(run) / RECIPE_FILE)
+    except ConfigError as error:
+        raise FileError(str(error)) from None
+
+
+def read_result(run: str | Path) -> dict[str, Any] | None:
+    """What result.json says; None while the run has no result."""
+    path = Path(run) / RESULT_FILE
+    if not path.exists():
+        return None
+    result = read_json(path)
+    if not isinstance(result, dict):
+        raise FileError(f"{path}: not a JSON object. Was it edited?")
+    return result
+
+
+def read_metrics(run: str | Path) -> dict[str, list[Line]]:
+    """The lines of metrics.jsonl by kind: train, validation, telemetry, event.
+
+    The last line may be cut off, by a process that is writing it or was killed; it is ignored.
+    """
+    path = Path(run) / METRICS_FILE
+    try:
+        raw = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
+    rows = [(number, line) for number, line in enumerate(raw, 1) if line.strip()]
+    kinds: dict[str, list[Line]] = {}
+    for number, line in rows:
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            if number == rows[-1][0]:
+                break
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+            raise FileError(
+                f"{path}, line {number}: not valid JSON ({reason}). Fix or delete that line."
+            ) from None
+        if not isinstance(value, dict):
+            raise FileError(f"{path}, line {number}: not a JSON object. Fix or delete that line.")
+        kinds.setdefault(str(value.get("kind")), []).append(value)
+    if not kinds:
+        raise FileError(f"{path}: empty; the run has logged nothing yet. Wait for its first step.")
+    return kinds
+
+
+def last_step(run: str | Path) -> int:
+    """The last optimiser step in metrics.jsonl; 0 before the first. Reads only the file's end."""
+    try:
+        with (Path(run) / METRICS_FILE).open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            lines = stream.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            return int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # cut off: it is being written
+    return 0

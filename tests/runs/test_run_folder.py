@@ -1,0 +1,174 @@
+"""The run folder: choosing, verifying and opening checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcae
+from conftest import KINDS, randomised, tiny
+from parcae.data.tokenizer import train as train_tokenizer
+from parcae.files import FileError, sha256, write_json
+from parcae.model import WEIGHTS_FILE
+from parcae.runs import (
+    best_checkpoint,
+    find_checkpoint,
+    find_tokenizer,
+    last_step,
+    list_checkpoints,
+    load,
+    open_checkpoint,
+    read_result,
+    read_state,
+    run_of,
+    verify_checkpoint,
+)
+from parcae.runs.checkpoints import write_state
+from parcae.runs.layout import RECIPE_FILE, RESULT_FILE, STATE_FILE, TOKENIZER_FILE, checkpoint_path
+
+TOKENIZER = train_tokenizer(["price = value\n\tend of price\n" * 5], 300)
+
+
+def write_checkpoint(run: Path, step: int, loss: float | None, seed: int | None = None) -> Path:
+    folder = checkpoint_path(run, step)
+    model = tiny(vocab_size=TOKENIZER.vocab_size)
+    parcae.save(randomised(model, seed=step if seed is None else seed), folder)
+    write_state(folder, step, {"validation_loss": loss})
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Losses 3.0, 1.0, 1.0, 2.0 after 9, 100, 200 and 1000 steps, and what a kill leaves."""
+    run = tmp_path / "run"
+    for step, loss in ((9, 3.0), (100, 1.0), (200, 1.0), (1000, 2.0)):
+        write_checkpoint(run, step, loss)
+    TOKENIZER.save(run / TOKENIZER_FILE)
+    for name in (".step-00002000", "step-3000-copy", "damaged-step-00004000"):
+        (run / "checkpoints" / name).mkdir()
+    return run
+
+
+def test_checkpoints_are_listed_by_step(run, tmp_path):
+    assert [path.name for path in list_checkpoints(run)] == [
+        "step-00000009",
+        "step-00000100",
+        "step-00000200",
+        "step-00001000",
+    ]
+    assert list_checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_run_stands_for_its_newest_checkpoint_or_its_best(run):
+    newest = run / "checkpoints" / "step-00001000"
+    for path in (run, run / "checkpoints", newest):
+        assert find_checkpoint(path) == newest
+    assert find_checkpoint(run, best=True).name == "step-00000100", "the earliest of equals"
+    assert find_checkpoint(newest, best=True) == newest, "a checkpoint stands for itself"
+    (run / "checkpoints" / "step-00000100" / STATE_FILE).write_text("{")
+    assert find_checkpoint(run, best=True).name == "step-00000200", "no loss can be read"
+
+
+def test_without_a_validation_the_best_is_the_newest(tmp_path):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step, None)
+    assert best_checkpoint(list_checkpoints(tmp_path)) is None
+    assert find_checkpoint(tmp_path, best=True) == checkpoint_path(tmp_path, 2)
+
+
+def test_load_takes_a_run_and_a_checkpoint_and_a_model_folder(run, tmp_path):
+    weights = {step: load(checkpoint_path(run, step)).embed.weight for step in (100, 1000)}
+    assert not torch.equal(weights[100], weights[1000])
+    assert torch.equal(parcae.load(run).embed.weight, weights[1000])
+    assert torch.equal(parcae.load(run, best=True).embed.weight, weights[100])
+    model = randomised(KINDS["parcae"])
+    parcae.save(model, tmp_path / "model")
+    assert torch.equal(parcae.load(tmp_path / "model").embed.weight, model.embed.weight)
+
+
+def test_the_tokenizer_is_the_one_beside_the_weights_or_of_the_run(run):
+    newest = find_checkpoint(run)
+    assert find_tokenizer(newest).samefile(run)
+    checkpoint = open_checkpoint(run)
+    assert checkpoint.folder == newest
+    assert checkpoint.tokenizer.sha256 == TOKENIZER.sha256
+    other = train_tokenizer(["another text " * 9], 290)
+    other.save(newest / TOKENIZER_FILE)
+    assert open_checkpoint(run).tokenizer.sha256 == other.sha256
+    assert open_checkpoint(run, run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
+
+
+def test_the_run_of_a_path(run, tmp_path, monkeypatch):
+    checkpoint = checkpoint_path(run, 9)
+    assert run_of(checkpoint) == run_of(run / "checkpoints") == run
+    assert run_of(run) is None, "without a recipe"
+    (run / RECIPE_FILE).touch()
+    assert run_of(run) == run
+    assert run_of(tmp_path) is None
+    monkeypatch.chdir(tmp_path)
+    assert run_of("run/checkpoints/step-00000009") == Path("run")
+    monkeypatch.chdir(run / "checkpoints")
+    assert run_of("step-00000009").samefile(run)
+
+
+def flip_last_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_seen_by_whatever_loads(run):
+    newest = find_checkpoint(run)
+    verify_checkpoint(newest)
+    flip_last_bit(newest / WEIGHTS_FILE)
+    for read in (parcae.load, parcae.open_checkpoint, verify_checkpoint):
+        with pytest.raises(FileError, match=f"{WEIGHTS_FILE}: damaged, its checksum differs"):
+            read(newest)
+
+
+def test_weights_are_verified_without_the_optimiser(tmp_path):
+    parcae.save(randomised(KINDS["parcae"]), tmp_path)
+    path = tmp_path / WEIGHTS_FILE
+    sums = {path.name: sha256(path), "optimiser/state.safetensors": "not needed to run it"}
+    (tmp_path / STATE_FILE).write_text(json.dumps({"files": sums}))
+    parcae.load(tmp_path)
+    flip_last_bit(path)
+    with pytest.raises(FileError, match="damaged, its checksum differs"):
+        parcae.load(tmp_path)
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", '{"files": 3}'])
+def test_a_state_without_checksums(tmp_path, state):
+    parcae.save(randomised(KINDS["parcae"]), tmp_path)
+    (tmp_path / STATE_FILE).write_text(state)
+    parcae.load(tmp_path)
+
+
+def test_the_state_is_sealed(run):
+    newest = find_checkpoint(run)
+    state = read_state(newest)
+    assert state["step"] == 1000
+    write_json(newest / STATE_FILE, {**state, "step": 999})
+    with pytest.raises(FileError, match=r"state\.json: damaged"):
+        verify_checkpoint(newest)
+
+
+def test_a_result_must_be_an_object(tmp_path):
+    assert read_result(tmp_path) is None
+    (tmp_path / RESULT_FILE).write_text("[1]")
+    with pytest.raises(FileError, match="not a JSON object"):
+        read_result(tmp_path)
+
+
+def test_the_last_step_of_a_log_that_is_being_written(tmp_path):
+    assert last_step(tmp_path) == 0
+    lines = [json.dumps({"kind": "train", "step": step}) for step in range(1, 9)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + '\n{"kind": "train", "st')
+    assert last_step(tmp_path) == 8
+    os.truncate(path, 0)
+    assert last_step(tmp_path) == 0
