@@ -1,8 +1,8 @@
 """Record every number that must not change when code is only moved, and compare two records.
 
-    python scripts/numbers.py record before.json     # in the checkout of one commit
-    python scripts/numbers.py record after.json      # in that of another
-    python scripts/numbers.py compare before.json after.json
+    python scripts/same_numbers.py record before.json     # in the checkout of one commit
+    python scripts/same_numbers.py record after.json      # in that of another
+    python scripts/same_numbers.py compare before.json after.json
 
 It records, on one thread: logits of every preset at a fixed seed; every loss, gradient norm and
 telemetry value of `recipes/smoke.toml` and the weights it ends with; generated text; scores, where
