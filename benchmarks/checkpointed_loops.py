@@ -2,7 +2,7 @@
 
     python benchmarks/checkpointed_loops.py [--repetitions 7]
 
-parcae-10m, 16 rows of 128 tokens, 12 loops of which 4 or 12 carry gradient; forward and backward.
+parcae-10m, 16 rows of 128 tokens, 12 loops of which 4 or 12 have gradient; forward and backward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from parcae.model.frame import LanguageModel
 ROWS, LENGTH, LOOPS = 16, 128, 12
 
 
-def model(carried: int, checkpointed: bool) -> LanguageModel:
-    loop = {"mean_loops": LOOPS, "backprop_loops": carried, "sampler": "fixed"}
+def model(grad_loops: int, checkpointed: bool) -> LanguageModel:
+    loop = {"mean_loops": LOOPS, "backprop_loops": grad_loops, "sampler": "fixed"}
     created = parcae.create("parcae-10m", loop=loop)
     if checkpointed:
         created.checkpoint_loops()
@@ -42,8 +42,8 @@ def main() -> None:
     repetitions = parser.parse_args().repetitions
     keep_freed_memory()
     tokens = torch.randint(4096, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
-    for carried in (4, 12):
-        pair = {checkpointed: model(carried, checkpointed) for checkpointed in (False, True)}
+    for grad_loops in (4, 12):
+        pair = {checkpointed: model(grad_loops, checkpointed) for checkpointed in (False, True)}
         taken: dict[bool, list[float]] = {False: [], True: []}
         for repetition in range(repetitions + 1):
             for checkpointed, candidate in pair.items():
@@ -52,9 +52,8 @@ def main() -> None:
                     taken[checkpointed].append(took)
         minima = min(taken[True]) / min(taken[False])
         medians = statistics.median(taken[True]) / statistics.median(taken[False])
-        print(
-            f"{carried:2} loops with gradient: {minima:.2f}x by minima, {medians:.2f}x by medians"
-        )
+        ratios = f"{minima:.2f}x by minima, {medians:.2f}x by medians"
+        print(f"{grad_loops:2} loops with gradient: {ratios}")
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def forward(
 
     h = state
     with torch.no_grad():
-        h = masked(h, depths.free_loops)
+        h = masked(h, depths.no_grad_loops)
     h = masked(h, depths.gradient_loops)
 
     x = h if model.coda.readout is None else h @ model.coda.readout.weight.T

@@ -68,8 +68,8 @@ class Step:
         self.run(F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()))
 
     def every_row_to_the_maximum(self, depths: Depths) -> None:
-        free, carried = max(depths.free_loops), max(depths.gradient_loops)
-        self.ours(Depths((free + carried,) * ROWS, (carried,) * ROWS))
+        no_grad, grad = max(depths.no_grad_loops), max(depths.gradient_loops)
+        self.ours(Depths((no_grad + grad,) * ROWS, (grad,) * ROWS))
 
     def plain(self, depths: Depths) -> None:
         self.run(plain.forward(self.model, self.tokens, self.targets, depths, self.state))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from parcae.config import Curriculum, LoopConfig
-from parcae.model.depth import Depths, Schedule, as_depths, row_generator, sample, sample_rows
+from parcae.model.depth import Depths, Schedule, as_depths, sample, sample_rows
+from parcae.rng import keyed_generator
 
 DRAWS = 40_000
 
@@ -64,7 +65,7 @@ def test_full_backpropagation():
 
 def test_poisson_fill_is_a_shifted_poisson():
     depths = draws(LoopConfig(mean_loops=8, backprop_loops=5, sampler="poisson-fill"))
-    assert_distribution(depths.free_loops, stats.poisson(3).pmf, top=20)
+    assert_distribution(depths.no_grad_loops, stats.poisson(3).pmf, top=20)
     assert set(depths.gradient_loops) == {5}
     equal = draws(LoopConfig(mean_loops=8, backprop_loops=8, sampler="poisson-fill"))
     assert set(equal.loops) == {8}
@@ -72,12 +73,12 @@ def test_poisson_fill_is_a_shifted_poisson():
 
 def test_lognormal_fill():
     depths = draws(LoopConfig(mean_loops=12, backprop_loops=4, sampler="lognormal-fill"))
-    free = np.array(depths.free_loops) - 1
+    no_grad = np.array(depths.no_grad_loops) - 1
     nodes = stats.norm.ppf((np.arange(4000) + 0.5) / 4000)
     rates = np.exp(np.log(8) - 0.125 + 0.5 * nodes)
-    assert_distribution(free, lambda i: stats.poisson(rates).pmf(i).mean(), top=40)
-    assert free.mean() == pytest.approx(8, rel=0.03)
-    assert free.var() == pytest.approx(8 + 64 * (np.exp(0.25) - 1), rel=0.08)
+    assert_distribution(no_grad, lambda i: stats.poisson(rates).pmf(i).mean(), top=40)
+    assert no_grad.mean() == pytest.approx(8, rel=0.03)
+    assert no_grad.var() == pytest.approx(8 + 64 * (np.exp(0.25) - 1), rel=0.08)
     assert set(depths.gradient_loops) == {4}
 
 
@@ -111,7 +112,7 @@ def test_draws_by_row_follow_the_same_law_and_change_with_every_key():
     by_row = [sample_rows(loop, 0, step, range(64)).loops for step in range(150)]
     assert_distribution(np.concatenate(by_row), clamped_poisson(8), top=30)
     keys = [(s, t, r, p) for s in range(3) for t in range(3) for r in range(3) for p in "ab"]
-    first = {torch.rand(1, generator=row_generator(*key)).item() for key in keys}
+    first = {torch.rand(1, generator=keyed_generator(*key)).item() for key in keys}
     assert len(first) == len(keys)
 
 
@@ -132,11 +133,12 @@ def test_curriculum_moves_the_mean(kind):
 def test_schedule_runs_every_row_exactly_as_often_as_it_wants(loops, backprop):
     schedule = Schedule.of(Depths.truncated(loops, backprop))
     got = dict.fromkeys(range(len(loops)), 0)
-    for active in (*schedule.free, *schedule.carried):
+    for active in (*schedule.no_grad_rows, *schedule.grad_rows):
         for place in range(active):
             got[schedule.order[place]] += 1
     assert [got[row] for row in range(len(loops))] == loops
-    assert sum(schedule.all_loops) == sum(schedule.free) + sum(schedule.carried) == sum(loops)
+    both = sum(schedule.no_grad_rows) + sum(schedule.grad_rows)
+    assert sum(schedule.all_loops) == both == sum(loops)
 
 
 @pytest.mark.parametrize(

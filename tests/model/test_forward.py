@@ -11,8 +11,8 @@ from torch import nn
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
-from parcae.model.depth import row_generator
 from parcae.model.init import draw_state_rows
+from parcae.rng import keyed_generator
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_bad_targets(model, targets, error):
         model(TOKENS, targets=targets)
 
 
-def test_gradient_reaches_the_state_of_rows_without_free_loops(model):
+def test_gradient_reaches_the_state_of_rows_without_no_grad_loops(model):
     """And a row's gradient does not depend on its neighbours: gradient_loops is 2 here."""
     state = torch.randn(2, 6, 48, generator=torch.Generator().manual_seed(0))
 
@@ -179,7 +179,7 @@ def test_states_are_the_numbers_of_torchs_truncated_normal(length, width):
         states = draw_state_rows(config, 3, step, range(4), length)
         for row, state in enumerate(states):
             expected = torch.empty(length, width)
-            generator = row_generator(3, step, row, "state")
+            generator = keyed_generator(3, step, row, "state")
             nn.init.trunc_normal_(expected, std=std, a=-3 * std, b=3 * std, generator=generator)
             assert torch.equal(state, expected)
 

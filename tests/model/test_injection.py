@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as npst
 
 from conftest import tiny
 from parcae.model import create
-from parcae.model.injection import DISCRETISATIONS, build_injection, classify
+from parcae.model.injection import DISCRETISATIONS, build_injection
 
 STEPS = 10_000
 any_float32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -155,7 +155,3 @@ def test_prepare_and_mix_are_the_matrices_they_claim():
         x = injection.mix(h, *injection.prepare(e))
         dense = h @ injection.transition_matrix().T + e @ injection.input_matrix().T
         assert torch.allclose(x, dense, atol=1e-5), name
-
-
-def test_classify():
-    assert [classify(r) for r in (0.5, 1.0, 1.2)] == ["stable", "marginally stable", "unstable"]

@@ -111,7 +111,7 @@ def test_row_loops_executed_equal_row_loops_needed(with_gradient):
         model(tokens, targets, depths=loops, state="zero")
     hook.remove()
     assert sum(executed) / sum(loops) == 1.0
-    assert len(executed) == 9  # with gradient: 7 free passes, then 2 that carry it
+    assert len(executed) == 9  # with gradient: 7 passes without it, then 2 with it
 
 
 def test_every_sequence_gets_exactly_its_gradient_loops():

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import require
-from parcae.model.depth import row_generator
+from parcae.rng import keyed_generator
 
 FEW = 512
 """Tokens among which top-p looks first; nearly always it keeps fewer."""
@@ -153,7 +153,7 @@ def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tenso
 def noise(seed: int, position: int, size: int) -> Tensor:
     """What decides the token at `position`, whoever asks for it: [V] in float64. A draft and the
     text ask for the same, one after the other; nobody may change it."""
-    generator = row_generator(seed, position, 0, "sample")
+    generator = keyed_generator(seed, position, 0, "sample")
     return torch.empty(size, dtype=torch.float64).exponential_(generator=generator)
 
 

@@ -16,21 +16,22 @@ the same depths.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from parcae.config import LOGNORMAL_SIGMA, LoopConfig
+from parcae.rng import keyed_generator
 
 
 @dataclass(frozen=True)
 class Depths:
-    """For each sequence its loops, and how many of the last ones carry gradient."""
+    """For each sequence its number of loops, and how many of the last ones have gradient."""
 
     loops: tuple[int, ...]
     gradient_loops: tuple[int, ...]
@@ -38,23 +39,23 @@ class Depths:
     def __post_init__(self) -> None:
         if len(self.loops) != len(self.gradient_loops):
             raise ValueError("depths: loops and gradient_loops must have one entry per sequence.")
-        for loops, carried in zip(self.loops, self.gradient_loops, strict=True):
+        for loops, grad_loops in zip(self.loops, self.gradient_loops, strict=True):
             if loops < 1:
                 raise ValueError(f"depths: {loops} loops. Every sequence needs at least one.")
-            if not 1 <= carried <= loops:
+            if not 1 <= grad_loops <= loops:
                 raise ValueError(
-                    f"depths: {carried} gradient loops of {loops}. Use between 1 and {loops}."
+                    f"depths: {grad_loops} gradient loops of {loops}. Use between 1 and {loops}."
                 )
 
     @classmethod
     def truncated(cls, loops: Iterable[int], backprop_loops: int) -> Depths:
-        """The last `backprop_loops` loops of each sequence carry gradient, or all it has."""
+        """Gradient in the last `backprop_loops` loops of each sequence, or in all it has."""
         loops = tuple(loops)
         return cls(loops, tuple(min(t, backprop_loops) for t in loops))
 
     @property
-    def free_loops(self) -> tuple[int, ...]:
-        """The loops of each sequence that run without gradient."""
+    def no_grad_loops(self) -> tuple[int, ...]:
+        """How many loops of each sequence run without gradient."""
         return tuple(t - k for t, k in zip(self.loops, self.gradient_loops, strict=True))
 
     def __len__(self) -> int:
@@ -66,12 +67,12 @@ class Schedule:
     """Rows sorted by depth, deepest first: each loop then runs on a prefix of the batch."""
 
     order: tuple[int, ...]
-    """order[i] is the caller's row that stands at place i."""
+    """order[i] is the caller's row that is sorted to index i."""
     depths: Depths
     """The depths in that order."""
-    free: tuple[int, ...]
-    """Rows that still loop, for each loop without gradient; never growing."""
-    carried: tuple[int, ...]
+    no_grad_rows: tuple[int, ...]
+    """How many leading rows take part in each loop without gradient; non-increasing."""
+    grad_rows: tuple[int, ...]
     """The same for the loops with gradient."""
 
     @classmethod
@@ -81,27 +82,26 @@ class Schedule:
             tuple(depths.loops[row] for row in order),
             tuple(depths.gradient_loops[row] for row in order),
         )
-        free, carried = ordered.free_loops, ordered.gradient_loops
-        if sorted(free, reverse=True) != [*free] or sorted(carried, reverse=True) != [*carried]:
+        no_grad_loops, grad_loops = ordered.no_grad_loops, ordered.gradient_loops
+        if not (_is_non_increasing(no_grad_loops) and _is_non_increasing(grad_loops)):
             raise ValueError(
                 "depths: a sequence with more loops must have at least as many of either kind, "
                 "with and without gradient. Use Depths.truncated, or equal gradient_loops."
             )
-        return cls(tuple(order), ordered, _active_rows(free), _active_rows(carried))
+        return cls(tuple(order), ordered, _active_rows(no_grad_loops), _active_rows(grad_loops))
 
     @property
     def all_loops(self) -> tuple[int, ...]:
-        """Rows that still loop, for each loop, where no gradient is wanted at all."""
+        """How many leading rows take part in each loop, where no gradient is computed at all."""
         return _active_rows(self.depths.loops)
 
     @property
     def is_sorted(self) -> bool:
         return self.order == tuple(range(len(self.order)))
 
-    @property
-    def row_loops(self) -> int:
-        """Loops over all rows: the work that is needed, and the work that is done."""
-        return sum(self.depths.loops)
+
+def _is_non_increasing(values: Sequence[int]) -> bool:
+    return all(before >= after for before, after in pairwise(values))
 
 
 def _active_rows(loops: Sequence[int]) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ def _active_rows(loops: Sequence[int]) -> tuple[int, ...]:
 
 
 def as_depths(value: int | Sequence[int] | Tensor | Depths, rows: int, loop: LoopConfig) -> Depths:
-    """What a caller may pass as `depths`, checked: a number, one per sequence, or `Depths`."""
+    """`Depths` from what callers may pass: a number, one per sequence, or `Depths`; checked."""
     if isinstance(value, Depths):
         depths = value
     else:
@@ -121,7 +121,7 @@ def as_depths(value: int | Sequence[int] | Tensor | Depths, rows: int, loop: Loo
 
 
 def check_depth(value: object) -> int:
-    """One number of loops, the same for all sequences."""
+    """Check one number of loops and return it as an int."""
     if not _is_whole(value):
         raise TypeError(f"depths: {value!r} is not a whole number of loops.")
     depth = operator.index(value)  # pyright: ignore[reportArgumentType]
@@ -156,32 +156,24 @@ def _is_whole(value: object) -> bool:
 def sample(loop: LoopConfig, rows: int, generator: torch.Generator, step: int = 0) -> Depths:
     """Depths for `rows` sequences from one generator."""
     if loop.draw_per == "micro-batch":
-        one = _draw(loop, 1, generator, step)
-        return Depths(one.loops * rows, one.gradient_loops * rows)
+        shared = _draw(loop, 1, generator, step)
+        return Depths(shared.loops * rows, shared.gradient_loops * rows)
     return _draw(loop, rows, generator, step)
 
 
 def sample_rows(loop: LoopConfig, seed: int, step: int, rows: Sequence[int]) -> Depths:
-    """Depths for the given global rows of an optimiser step, whoever holds them.
+    """Depths for the given global rows of an optimiser step, on whichever process they are.
 
     With `draw_per = "micro-batch"` the first row of the micro-batch draws for all of it.
     """
     drawing = rows[:1] if loop.draw_per == "micro-batch" else rows
-    drawn = [_draw(loop, 1, row_generator(seed, step, row, "depth"), step) for row in drawing]
+    drawn = [_draw(loop, 1, keyed_generator(seed, step, row, "depth"), step) for row in drawing]
     if loop.draw_per == "micro-batch":
         drawn = drawn * len(rows)
     return Depths(
         tuple(d.loops[0] for d in drawn),
         tuple(d.gradient_loops[0] for d in drawn),
     )
-
-
-def row_generator(
-    seed: int, step: int, row: int, purpose: str, device: str | torch.device = "cpu"
-) -> torch.Generator:
-    """A generator of its own for each (seed, step, global row) and purpose."""
-    key = hashlib.blake2b(f"{seed}/{step}/{row}/{purpose}".encode(), digest_size=8).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(key, "little"))
 
 
 def _draw(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
@@ -198,8 +190,8 @@ def _draw(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) ->
         center = math.log(mean - backprop) - LOGNORMAL_SIGMA**2 / 2
         noise = torch.randn(rows, generator=generator)
         rates = (center + LOGNORMAL_SIGMA * noise).exp()
-    free = _poisson(rates, generator) + (loop.sampler == "lognormal-fill")
-    return Depths(tuple((free + backprop).tolist()), (backprop,) * rows)
+    no_grad_loops = _poisson(rates, generator) + (loop.sampler == "lognormal-fill")
+    return Depths(tuple((no_grad_loops + backprop).tolist()), (backprop,) * rows)
 
 
 def _poisson(rates: Tensor, generator: torch.Generator) -> Tensor:

@@ -57,17 +57,17 @@ def token_flops(config: ModelConfig, length: int | None = None) -> TokenFlops:
 def training_flops_per_token(config: ModelConfig, length: int | None = None) -> float:
     """The nominal cost that budgets and scaling laws use."""
     loop = config.loop
-    carried = min(loop.gradient_loops, loop.mean_loops)
+    grad_loops = min(loop.gradient_loops, loop.mean_loops)
     if loop.sampler == "poisson-full":
-        carried = loop.mean_loops
-    return token_flops(config, length).training(loop.mean_loops, carried)
+        grad_loops = loop.mean_loops
+    return token_flops(config, length).training(loop.mean_loops, grad_loops)
 
 
 def executed(config: ModelConfig, depths: Depths, length: int) -> float:
     """FLOPs of one training pass over a batch with these depths."""
     cost = token_flops(config, length)
     pairs = zip(depths.loops, depths.gradient_loops, strict=True)
-    return length * sum(cost.training(loops, carried) for loops, carried in pairs)
+    return length * sum(cost.training(loops, grad_loops) for loops, grad_loops in pairs)
 
 
 @lru_cache

@@ -24,15 +24,17 @@ from torch.overrides import TorchFunctionMode
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Block
-from parcae.model.depth import row_generator
 from parcae.model.injection import ConcatenationInjection, DiagonalInjection
+from parcae.rng import keyed_generator
 
 INITIAL_DECAY = math.sqrt(1 / 5)
 
 
 class Unfilled(TorchFunctionMode):
-    """Modules made within are not filled with PyTorch's own initial values. Nobody would see them,
-    and on the meta device they import the compiler, which takes longer than all the rest."""
+    """Skip PyTorch's own initial values of modules created in this context.
+
+    They would be overwritten, and on the meta device computing them imports the compiler, which
+    takes longer than everything else."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -94,22 +96,22 @@ def draw_state(
 
 
 def _truncated_normal(values: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """`nn.init.trunc_normal_` cut at 3 std; on a CPU the very same numbers in half the time.
+    """Fill with `nn.init.trunc_normal_` cut at 3 std; on a CPU the same numbers in less time.
 
-    That one goes over all numbers in every round, though one in 370 is drawn anew. Every row of
-    every step of training begins with this.
+    PyTorch checks and replaces over the whole tensor in every round of rejection sampling, though
+    only one value in 370 is drawn again. Training calls this for every row of every step.
     """
     if values.device.type != "cpu":
         nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
         return
     limit = np.float32(3 * std)
     fresh = torch.empty_like(values)
-    array, anew = values.numpy(), fresh.numpy()
+    array, fresh_array = values.numpy(), fresh.numpy()
     values.normal_(0.0, std, generator=generator)
     outside = np.flatnonzero(np.abs(array) > limit)
     while outside.size:
         fresh.normal_(0.0, std, generator=generator)
-        array[outside] = drawn = anew[outside]
+        array[outside] = drawn = fresh_array[outside]
         outside = outside[np.abs(drawn) > limit]
 
 
@@ -121,14 +123,14 @@ def draw_state_rows(
     length: int,
     device: str | torch.device = "cpu",
 ) -> Tensor:
-    """The states [rows, length, d_h] of the given global rows of a step, whoever holds them."""
+    """Initial states [rows, length, d_h] of the given global rows, the same on any process."""
     shape = (length, config.core_block.width)
     device = torch.device(device)
     if config.loop.state_init == "zero":
         return torch.zeros(len(rows), *shape, device=device)
     states, std = torch.empty(len(rows), *shape, device=device), projection_std(shape[-1])
     for state, row in zip(states.view(len(rows), -1), rows, strict=True):
-        _truncated_normal(state, std, row_generator(seed, step, row, "state", device))
+        _truncated_normal(state, std, keyed_generator(seed, step, row, "state", device))
     return states
 
 

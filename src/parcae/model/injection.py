@@ -32,13 +32,6 @@ _MAX_LOG_RATE = 20.0
 """exp(-exp(20)) is zero in every float format; a cap keeps its gradient from becoming inf * 0."""
 
 
-def classify(spectral_radius: float, tolerance: float = 1e-6) -> Stability:
-    """The regime of h <- A_bar h + b for a measured spectral radius."""
-    if spectral_radius < 1 - tolerance:
-        return "stable"
-    return "marginally stable" if spectral_radius <= 1 + tolerance else "unstable"
-
-
 class Injection(nn.Module, ABC):
     """x = A_bar h + B_bar e. Subclasses say what A_bar and B_bar are."""
 
@@ -101,7 +94,10 @@ DISCRETISATIONS = {"zoh-euler": zoh_euler, "zoh": zoh}
 
 
 class DiagonalInjection(Injection):
-    """A = Diag(-exp(log_A)) < 0, discretised with a positive step: 0 < A_bar < 1 always."""
+    """A = Diag(-exp(log_A)) < 0, discretised with a positive step: A_bar lies in (0, 1).
+
+    Rounded to a float format, extreme parameters give exactly 0 or 1.
+    """
 
     stability = "stable"
 

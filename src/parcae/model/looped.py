@@ -96,15 +96,15 @@ class Loop(nn.Module):
         inputs = self._inputs(e, rope, values)
         if not torch.is_grad_enabled():
             return self._run(h, schedule.all_loops, inputs, recorder)
-        if schedule.free:
-            looping, waiting = _cut(h, schedule.free[0])
+        if schedule.no_grad_rows:
+            looping, waiting = _cut(h, schedule.no_grad_rows[0])
             with torch.no_grad():
                 given = inputs.first(len(looping)).detach()
-                looping = self._run(looping, schedule.free, given, recorder)
+                looping = self._run(looping, schedule.no_grad_rows, given, recorder)
             h = torch.cat((looping, waiting))
         if inputs.drive.requires_grad and not h.requires_grad:
             h.requires_grad_()  # the first loop with gradient is then traced like the others
-        return self._run(h, schedule.carried, inputs, recorder)
+        return self._run(h, schedule.grad_rows, inputs, recorder)
 
     @torch.no_grad()
     def iterate(self, h: Tensor, e: Tensor, rope: Rope, values: Values) -> Iterator[Tensor]:
