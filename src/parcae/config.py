@@ -1,66 +1,39 @@
-"""What a model is and how deep it loops: frozen, and valid once it exists.
+"""The configuration of a model and of its loop: frozen, and valid once it exists.
 
-Nothing rewrites a configuration after it was built; what follows from it is a property.
-Every error names the key and says what to do. Recipes and flags are read in `recipe.py`.
+What follows from the settings is a property; nothing changes a configuration after it was
+constructed. Recipes and command lines are read in `recipe.py`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal
 
-Architecture = Literal["looped", "transformer"]
-Injection = Literal["diagonal", "concatenation", "addition", "none"]
-Discretisation = Literal["zoh-euler", "zoh"]
-Sampler = Literal["poisson", "poisson-full", "poisson-fill", "lognormal-fill", "fixed"]
-StateInit = Literal["like-init", "zero"]
+from parcae.registry import INJECTIONS, SAMPLERS
+from parcae.schema import ConfigError, Settings, require, setting
+
+__all__ = [
+    "LOGNORMAL_SIGMA",
+    "BlockShape",
+    "ConfigError",
+    "Curriculum",
+    "LoopConfig",
+    "ModelConfig",
+    "require",
+]
 
 LOGNORMAL_SIGMA = 0.5
 """The spread s of the Poisson-lognormal sampler, tau ~ N(log(mean) - s^2/2, s)."""
-
-
-class ConfigError(ValueError):
-    """A setting that cannot work. The message names the key and the remedy."""
-
-
-def require(condition: bool, key: str, problem: str, remedy: str) -> None:
-    if not condition:
-        raise ConfigError(f"{key}: {problem}. {remedy}")
-
-
-def check_types(owner: Any, prefix: str) -> None:
-    """Options and plain types, also where a configuration is made by hand."""
-    accepted = {int: (int,), float: (int, float), bool: (bool,), int | None: (int, type(None))}
-    for name, hint in get_type_hints(type(owner)).items():
-        value, key = getattr(owner, name), f"{prefix}{name}"
-        if get_origin(hint) is Literal:
-            remedy = f"Use one of {', '.join(map(repr, get_args(hint)))}."
-            require(value in get_args(hint), key, f"{value!r} is not an option", remedy)
-        elif hint in accepted:
-            fits = isinstance(value, accepted[hint]) and isinstance(value, bool) == (hint is bool)
-            require(fits, key, f"{value!r} has the wrong type", f"It must be {hint}.")
-
-
-def check_positive(owner: object, prefix: str, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None:
-            remedy = "Use at least 1."
-            require(math.isfinite(value), f"{prefix}{name}", f"{value} is not finite", remedy)
-            require(value >= 1, f"{prefix}{name}", f"{value} is not positive", remedy)
+MAX_LOOPS = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curriculum:
+class Curriculum(Settings, table="model.loop.curriculum"):
     """Grow the mean number of loops from 1 over the first `steps` optimiser steps."""
 
-    kind: Literal["linear", "1-sqrt"] = "linear"
-    steps: int = 1000
-
-    def __post_init__(self) -> None:
-        check_types(self, "model.loop.curriculum.")
-        check_positive(self, "model.loop.curriculum.", "steps")
+    kind: Literal["linear", "1-sqrt"] = setting("linear", "shape of the growth: linear or 1-sqrt")
+    steps: int = setting(1000, "optimiser steps until the full mean is reached", at_least=1)
 
     def fraction(self, step: int) -> float:
         """Share of the final mean in force at `step`: 0 at the start, 1 from `steps` on."""
@@ -68,51 +41,54 @@ class Curriculum:
         return progress if self.kind == "linear" else 1.0 - math.sqrt(1.0 - progress)
 
 
-MOST_LOOPS = 1_000_000
-
-
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """How often a sequence goes through the core in training, and how much of it learns."""
+class LoopConfig(Settings, table="model.loop"):
+    """How often a sequence goes through the core in training, and how many loops have gradient."""
 
-    mean_loops: float = 8
-    """mu_rec: the mean of the depth distribution, and the depth used when none is asked for."""
-    backprop_loops: int | None = None
-    """mu_bwd: at most this many of a sequence's last loops learn; ceil(mean_loops / 2) if unset."""
-    sampler: Sampler = "poisson"
-    draw_per: Literal["sequence", "micro-batch"] = "sequence"
-    state_init: StateInit = "like-init"
-    curriculum: Curriculum | None = None
+    mean_loops: float = setting(
+        8,
+        "mu_rec: mean of the depth distribution, and the depth used unless another is given",
+        at_least=1,
+        at_most=MAX_LOOPS,
+    )
+    backprop_loops: int | None = setting(
+        None, "mu_bwd: last loops with gradient (unset: half of mean_loops, rounded up)", at_least=1
+    )
+    sampler: str = setting(
+        "poisson",
+        "depth distribution: poisson, poisson-full, poisson-fill, lognormal-fill, fixed, or a "
+        "registered one",
+        names=SAMPLERS,
+    )
+    draw_per: Literal["sequence", "micro-batch"] = setting(
+        "sequence", "what gets a depth of its own: sequence or micro-batch"
+    )
+    state_init: Literal["like-init", "zero"] = setting(
+        "like-init", "initial state: like-init (truncated normal) or zero"
+    )
+    curriculum: Curriculum | None = setting(None, "growth of the mean at the start of training")
 
-    def __post_init__(self) -> None:
-        check_types(self, "model.loop.")
-        check_positive(self, "model.loop.", "mean_loops", "backprop_loops")
-        require(
-            self.mean_loops <= MOST_LOOPS,
-            "model.loop.mean_loops",
-            f"{self.mean_loops:g} loops never end",
-            f"Use at most {MOST_LOOPS:,}.",
-        )
+    def check(self) -> None:
         if self.sampler == "fixed":
-            require(
+            self.require(
                 float(self.mean_loops).is_integer(),
-                "model.loop.mean_loops",
+                "mean_loops",
                 f"the sampler 'fixed' loops a whole number of times, not {self.mean_loops}",
                 "Use an integer, or the sampler 'poisson'.",
             )
         if self.sampler in ("poisson-fill", "lognormal-fill") and not self.is_fixed_depth:
-            require(
+            self.require(
                 self.curriculum is None,
-                "model.loop.curriculum",
+                "curriculum",
                 f"the sampler '{self.sampler}' cannot follow a mean that starts at one loop",
                 "Use the sampler 'poisson'.",
             )
             rest = self.mean_loops - self.gradient_loops
             enough = rest > 0 if self.sampler == "lognormal-fill" else rest >= 0
             relation = "below" if self.sampler == "lognormal-fill" else "at most"
-            require(
+            self.require(
                 enough,
-                "model.loop.backprop_loops",
+                "backprop_loops",
                 f"the sampler '{self.sampler}' draws the loops before the last "
                 f"{self.gradient_loops} around mean_loops - backprop_loops = {rest:g}",
                 f"Keep backprop_loops {relation} mean_loops = {self.mean_loops:g}, "
@@ -162,72 +138,72 @@ class BlockShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Settings, table="model"):
     """An architecture: prelude -> core, looped -> coda. A Transformer runs the same layers once."""
 
-    architecture: Architecture = "looped"
-    vocab_size: int = 32_768
-    context_length: int = 2048
+    architecture: Literal["looped", "transformer"] = setting(
+        "looped", "looped, or transformer (the same layers, run once)"
+    )
+    vocab_size: int = setting(32_768, "entries of the vocabulary", at_least=1)
+    context_length: int = setting(2048, "longest sequence, tokens", at_least=1)
 
-    width: int = 768
-    """d_e: the width of the residual stream in prelude and coda."""
-    heads: int = 6
-    kv_heads: int | None = None
-    mlp_width: int | None = None
-    prelude_layers: int = 2
-    core_layers: int = 2
-    coda_layers: int = 2
+    width: int = setting(768, "d_e: channels of the residual stream", at_least=1)
+    heads: int = setting(6, "attention heads of a layer", at_least=1)
+    kv_heads: int | None = setting(None, "key-value heads (unset: heads)", at_least=1)
+    mlp_width: int | None = setting(None, "hidden channels of an MLP (unset: 4 width)", at_least=1)
+    prelude_layers: int = setting(2, "layers before the loop", at_least=0)
+    core_layers: int = setting(2, "layers in the loop", at_least=0)
+    coda_layers: int = setting(2, "layers after the loop", at_least=0)
 
-    state_width: int | None = None
-    """d_h: the width of the looped state; the same as `width` if unset."""
-    state_heads: int | None = None
-    state_kv_heads: int | None = None
-    state_mlp_width: int | None = None
+    state_width: int | None = setting(
+        None, "d_h: channels of the looped state (unset: width)", at_least=1
+    )
+    state_heads: int | None = setting(
+        None, "attention heads of a core layer (unset: the head dimension stays)", at_least=1
+    )
+    state_kv_heads: int | None = setting(
+        None, "key-value heads of a core layer (unset: as for the other layers)", at_least=1
+    )
+    state_mlp_width: int | None = setting(
+        None, "hidden channels of a core MLP (unset: as for the other layers)", at_least=1
+    )
 
-    injection: Injection = "diagonal"
-    discretisation: Discretisation = "zoh-euler"
-    readout: bool = True
-    """C: a matrix from the looped state back to the residual stream."""
-    prelude_norm: bool = True
+    injection: str = setting(
+        "diagonal",
+        "how the prelude's output enters a loop: diagonal, concatenation, addition, none (only a "
+        "Transformer), or a registered one",
+        names=INJECTIONS,
+    )
+    discretisation: Literal["zoh-euler", "zoh"] = setting(
+        "zoh-euler", "of the diagonal injection: zoh-euler or zoh"
+    )
+    readout: bool = setting(True, "C: a matrix from the looped state to the residual stream")
+    prelude_norm: bool = setting(True, "normalise the prelude's output")
 
-    mlp: Literal["relu2", "swiglu"] = "relu2"
-    norm: Literal["pre", "residual"] = "pre"
-    norm_eps: float = 1e-5
-    qk_norm: bool = True
-    value_embeddings: bool = True
-    value_layers: tuple[int, ...] | None = None
-    """Which layers have one; every second layer, ending with the last, if unset."""
-    rope_theta: float = 50_000.0
-    tied_embeddings: bool = True
-    init: Literal["scaled-zero", "scaled"] = "scaled-zero"
+    mlp: Literal["relu2", "swiglu"] = setting("relu2", "MLP: relu2 or swiglu")
+    norm: Literal["pre", "residual"] = setting(
+        "pre", "norms of a layer: pre (two) or residual (four, also after attention and MLP)"
+    )
+    norm_eps: float = setting(1e-5, "added to the mean square before a norm divides", above=0)
+    qk_norm: bool = setting(True, "normalise queries and keys")
+    value_embeddings: bool = setting(True, "add a token's embedding to the values of some layers")
+    value_layers: tuple[int, ...] | None = setting(
+        None, "layers with value embeddings (unset: every second, ending with the last)"
+    )
+    rope_theta: float = setting(50_000.0, "base of the rotary embedding", above=0)
+    tied_embeddings: bool = setting(True, "use the token embedding as the unembedding, too")
+    init: Literal["scaled-zero", "scaled"] = setting(
+        "scaled-zero", "initial weights: scaled-zero (blocks start as the identity) or scaled"
+    )
 
-    loop: LoopConfig = field(default_factory=LoopConfig)
+    loop: LoopConfig = setting(LoopConfig, "the loop")
 
-    def __post_init__(self) -> None:
-        check_types(self, "model.")
-        check_positive(self, "model.", "vocab_size", "context_length", "width", "heads", "kv_heads")
-        check_positive(self, "model.", "mlp_width", "state_width", "state_heads", "state_kv_heads")
-        check_positive(self, "model.", "state_mlp_width")
-        for name in ("prelude_layers", "coda_layers"):
-            value = getattr(self, name)
-            require(value >= 0, f"model.{name}", f"{value} is negative", "Use 0 or more.")
-        require(
-            0 < self.norm_eps < math.inf,
-            "model.norm_eps",
-            f"{self.norm_eps} is not a positive number",
-            "Try 1e-5.",
-        )
-        require(
-            0 < self.rope_theta < math.inf,
-            "model.rope_theta",
-            f"{self.rope_theta} is not positive",
-            "Try 50000.",
-        )
+    def check(self) -> None:
         _check_heads("", self.block)
         wrong = [layer for layer in self.value_layers or () if not 0 <= layer < self.layers]
-        require(
+        self.require(
             not wrong,
-            "model.value_layers",
+            "value_layers",
             f"there is no layer {wrong[:1]}",
             f"Layers are numbered 0 to {self.layers - 1}, over prelude, core and coda.",
         )

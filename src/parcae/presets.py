@@ -21,7 +21,8 @@ from dataclasses import replace
 from typing import Any
 
 from parcae.config import ConfigError, LoopConfig, ModelConfig
-from parcae.recipe import build, merge, plain, suggest
+from parcae.recipe import build, merge, plain
+from parcae.schema import suggest
 
 
 def _looped(width: int, heads: int, thirds: int, vocab: int, context: int) -> ModelConfig:
@@ -112,7 +113,7 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig
         )
     if not overrides:
         return PRESETS[name]
-    return build(ModelConfig, merge(plain(PRESETS[name]), overrides), "model")
+    return build(ModelConfig, merge(plain(PRESETS[name]), overrides))
 
 
 def model_from_table(table: Mapping[str, Any]) -> ModelConfig:
@@ -120,4 +121,4 @@ def model_from_table(table: Mapping[str, Any]) -> ModelConfig:
     overrides = {key: value for key, value in table.items() if key != "preset"}
     if "preset" in table:
         return preset(str(table["preset"]), overrides)
-    return build(ModelConfig, overrides, "model")
+    return build(ModelConfig, overrides)

@@ -15,10 +15,7 @@ and `--model.loop.mean_loops 6` on a command line changes it once more.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import tomllib
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,32 +23,38 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from parcae.config import ConfigError
+from parcae.schema import ConfigError, Settings, suggest, type_hints, without_none
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Settings)
 Tree = dict[str, Any]
 
 
-def build(cls: type[T], values: Mapping[str, Any], key: str = "") -> T:
-    """A frozen dataclass from a tree of plain values; unknown keys and wrong types are errors."""
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+def build(table: type[S], values: Mapping[str, Any]) -> S:
+    """A table of settings from plain values, such as a recipe's; an unknown key is an error.
+
+    Values are checked by the table itself (see `parcae.schema`); here they only get its form: a
+    mapping becomes a table, a list a tuple, and "none" no value.
+    """
+    hints = type_hints(table)
+    names = [field.name for field in dataclasses.fields(table)]  # type: ignore[arg-type]
     arguments = {}
     for name, value in values.items():
-        path = f"{key}.{name}" if key else name
         if name not in names:
-            raise ConfigError(f"{path}: no such key. {suggest(name, names)}")
-        arguments[name] = _convert(hints[name], value, path)
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)  # type: ignore[arg-type]
-        if f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-        and f.name not in arguments
-    ]
-    if missing:
-        raise ConfigError(f"{key or cls.__name__}: {', '.join(missing)} must be given.")
-    return cls(**arguments)
+            raise ConfigError(f"{table.key(name)}: no such key. {suggest(name, names)}")
+        arguments[name] = _in_form(hints[name], value)
+    return table(**arguments)
+
+
+def _in_form(hint: Any, value: Any) -> Any:
+    inner = without_none(hint)
+    if isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, Settings):
+        return build(inner, value)
+    if isinstance(value, list) and typing.get_origin(inner) is tuple:
+        return tuple(value)
+    if value == "none" and inner is not hint and inner is not str:
+        return None
+    return value
 
 
 def plain(config: Any) -> Tree:
@@ -158,14 +161,6 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
-    """The remedy for a mistyped name."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if near:
-        return f"Did you mean {near[0]}?"
-    return f"Known: {', '.join(sorted(known))}."
-
-
 def _parse_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -173,38 +168,3 @@ def _parse_value(text: str) -> Any:
         if "\n" in text:
             raise ConfigError(f"{text!r}: a value must stand on one line.") from None
         return text
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        options = [option for option in typing.get_args(hint) if option is not type(None)]
-        if value is None or (value == "none" and str not in options):
-            return None
-        return _convert(options[0], value, key)
-    if origin is typing.Literal:
-        known = typing.get_args(hint)
-        if value not in known:
-            raise ConfigError(f"{key}: {value!r} is not an option. {suggest(str(value), known)}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            spelled = f"[{json.dumps(value, default=str)}]"
-            raise ConfigError(
-                f"{key}: expected a list, got {value!r}. Write {spelled}; "
-                f"on a command line in quotes: --{key} '{spelled}'."
-            )
-        return tuple(_convert(typing.get_args(hint)[0], item, key) for item in value)
-    if dataclasses.is_dataclass(hint):
-        if isinstance(value, hint):  # pyright: ignore[reportArgumentType]
-            return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{key}: expected a table of settings, got {value!r}.")
-        return build(hint, value, key)  # type: ignore[arg-type]
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        wanted = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-        expected = wanted.get(hint.__name__, hint.__name__)
-        raise ConfigError(f"{key}: expected {expected}, got {value!r}.")
-    return value

@@ -150,7 +150,7 @@ def _slurm(arguments: argparse.Namespace, table: Any) -> SlurmConfig | None:
         return None
     if arguments.workers is not None:
         raise ConfigError("--workers: Slurm decides how many run at once. Leave it away.")
-    config = build(SlurmConfig, table or {}, "slurm")
+    config = build(SlurmConfig, table or {})
     if not arguments.dry_run:
         check_slurm()
     return config

@@ -14,48 +14,39 @@ order inside a step is shuffled, so that no rank sees one source only.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from parcae.config import ConfigError, check_positive, check_types, require
+from parcae.config import ConfigError, require
 from parcae.data.documents import Documents, SplitDocuments
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
 from parcae.data.plan import PlannedStep, Position, SourcePlan, SourcePosition, plan_steps
 from parcae.data.prefetch import prefetched
 from parcae.data.state import read_state, write_state
+from parcae.schema import Settings, setting
 
 STATE_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderConfig:
+class LoaderConfig(Settings, table="data"):
     """How documents become batches. All but `prefetch` decide what the batches contain."""
 
-    context_length: int
-    global_batch: int
-    """Rows of an optimiser step, over all ranks."""
+    context_length: int = setting(MISSING, "tokens of a row", at_least=1)
+    global_batch: int = setting(MISSING, "rows of an optimiser step, over all ranks", at_least=1)
     seed: int = 0
     packing: Method = "best-fit"
     split_long: bool = False
     """Cut documents longer than a row into pieces that each start with BOS, instead of dropping
     what best fit crops of them. The paper does not; for textbooks, novels and code it matters."""
-    buffer: int = BUFFER_DOCUMENTS
-    """Documents that best fit chooses from."""
-    block_documents: int = 16_384
-    """Documents that are packed together: the unit that is planned ahead."""
-    prefetch: int = 2
-    """Batches made ahead in a background thread; 0 makes each when it is asked for."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "data.")
-        check_positive(self, "data.", "context_length", "global_batch", "buffer", "block_documents")
-        require(
-            self.prefetch >= 0, "data.prefetch", f"{self.prefetch} is negative", "Use 0 or more."
-        )
+    buffer: int = setting(BUFFER_DOCUMENTS, "documents that best fit chooses from", at_least=1)
+    block_documents: int = setting(16_384, "documents that are packed together", at_least=1)
+    """The unit that is planned ahead."""
+    prefetch: int = setting(2, "batches prepared ahead in a background thread", at_least=0)
 
     @property
     def row_tokens(self) -> int:

@@ -48,7 +48,7 @@ def create(
     if isinstance(model, str):
         config = preset(model, overrides)
     else:
-        config = build_config(type(model), merge(plain(model), overrides), "model")
+        config = build_config(type(model), merge(plain(model), overrides))
     created = build(config).to_empty(device=device)
     init_weights(created, config, torch.Generator(device).manual_seed(seed))
     return created

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from parcae.config import ModelConfig
+from parcae.config import ConfigError, ModelConfig
 from parcae.files import FileError, atomic_path, flush, read_json, to_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE, build
 from parcae.model.frame import LanguageModel
@@ -63,7 +63,10 @@ def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageMode
                 f"{folder / CONFIG_FILE}: format version {content.get('version')}, but this parcae "
                 f"reads version {VERSION}. Update parcae."
             )
-        config = build_config(ModelConfig, content.get("model", {}), "model")
+        try:
+            config = build_config(ModelConfig, content.get("model", {}))
+        except ConfigError as error:
+            raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from None
         weights = read_weights(folder / WEIGHTS_FILE)
     else:
         raise FileError(

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parcae.config import ConfigError, check_positive, check_types, require
+from parcae.config import ConfigError, require
 from parcae.files import FileError
+from parcae.schema import Settings, setting
 from parcae.sweeps.launch import ATTEMPTS, Job, failure, start_process
 from parcae.sweeps.run_state import outcome_of
 
@@ -28,29 +29,22 @@ QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", 
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmConfig:
+class SlurmConfig(Settings, table="slurm"):
     """What one run asks of the cluster."""
 
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    minutes: int = 1440
-    """Time limit of a job; a run that needs more goes on in the next."""
-    gpus: int = 0
-    """Of one node; several train one run together."""
-    cpus: int | None = None
-    memory: str | None = None
-    """Such as 16G."""
-    jobs_at_limit: int = 100
-    """How often a run may be put into the queue again at its time limit."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "slurm.")
-        check_positive(self, "slurm.", "minutes", "cpus")
-        require(self.gpus >= 0, "slurm.gpus", f"{self.gpus} is negative", "Use 0 or more.")
-        remedy = "Use 0 or more."
-        require(self.jobs_at_limit >= 0, "slurm.jobs_at_limit", "it is negative", remedy)
+    partition: str | None = setting(None, "partition (unset: the cluster's default)")
+    account: str | None = setting(None, "account that is charged (unset: the user's default)")
+    qos: str | None = setting(None, "quality of service (unset: the cluster's default)")
+    constraint: str | None = setting(None, "features that a node must have")
+    minutes: int = setting(
+        1440, "time limit of a job, minutes; a longer run continues in the next job", at_least=1
+    )
+    gpus: int = setting(0, "GPUs of one node that train a run together", at_least=0)
+    cpus: int | None = setting(None, "CPUs of a job (unset: the cluster's default)", at_least=1)
+    memory: str | None = setting(None, "memory of a job, such as 16G")
+    jobs_at_limit: int = setting(
+        100, "how often a run may be queued again at its time limit", at_least=0
+    )
 
 
 class SlurmRun:

@@ -12,144 +12,126 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from parcae.config import ConfigError, ModelConfig, check_positive, check_types, require
+from parcae.config import ConfigError, ModelConfig
 from parcae.presets import model_from_table
 from parcae.recipe import build, check_tables, from_file, merge, plain
+from parcae.registry import OPTIMISERS
+from parcae.schema import Settings, require, setting
 
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 
 
-def _not_negative(owner: object, prefix: str, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        fits = 0 <= value < float("inf")
-        require(fits, f"{prefix}{name}", f"{value} is out of range", "Use 0 or more.")
-
-
-def _share(owner: object, prefix: str, *names: str, below_one: bool = False) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        fits = 0 <= value < 1 if below_one else 0 <= value <= 1
-        remedy = "Use 0 or more and less than 1." if below_one else "Use a number from 0 to 1."
-        require(fits, f"{prefix}{name}", f"{value} is out of range", remedy)
-
-
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where rows come from: prepared shards, or documents tokenised into memory."""
+class DataConfig(Settings, table="data"):
+    """Where rows come from: prepared shards, or documents tokenised into the run folder."""
 
-    sources: tuple[str, ...] = ()
-    """`builtin`, files, folders or globs, or folders made by `parcae data prepare`."""
-    weights: tuple[float, ...] = ()
-    """Shares of the sources; equal if left out."""
-    tokenizer: str | None = None
-    """A tokenizer.json; trained on the sources, at the model's vocabulary size, if left out."""
-    validation_fraction: float = 0.005
-    """Share of the documents to hold out of sources that are not prepared shards."""
-    global_batch: int = 256
-    """Rows of an optimiser step, over all devices and micro-batches."""
-    micro_batch: int | None = None
-    """Rows that go through a device at once; all of a device's share if left out."""
-    packing: Literal["best-fit", "concatenate"] = "best-fit"
-    split_long: bool = False
-    prefetch: int = 2
-    verify: bool = True
-    """Check the sums of all shards before the first step: what a disk has changed since would be
-    trained on."""
+    sources: tuple[str, ...] = setting(
+        (), "files, folders, globs, `builtin`, or folders made by `parcae data prepare` (required)"
+    )
+    weights: tuple[float, ...] = setting((), "shares of the sources (unset: equal)", above=0)
+    tokenizer: str | None = setting(
+        None, "a tokenizer.json (unset: trained on the sources with the model's vocabulary size)"
+    )
+    validation_fraction: float = setting(
+        0.005,
+        "share of the documents held out of sources that are not prepared shards",
+        at_least=0,
+        below=1,
+    )
+    global_batch: int = setting(
+        256, "rows of an optimiser step, over all devices and micro-batches", at_least=1
+    )
+    micro_batch: int | None = setting(
+        None, "rows that a device processes at once (unset: all of its share)", at_least=1
+    )
+    packing: Literal["best-fit", "concatenate"] = setting(
+        "best-fit", "how documents fill rows: best-fit or concatenate"
+    )
+    split_long: bool = setting(
+        False, "cut documents longer than a row into several rows instead of cropping them"
+    )
+    prefetch: int = setting(2, "batches prepared ahead in the background; 0 for none", at_least=0)
+    verify: bool = setting(True, "check the checksums of all shards before the first step")
 
-    def __post_init__(self) -> None:
-        check_types(self, "data.")
-        check_positive(self, "data.", "global_batch", "micro_batch")
-        _not_negative(self, "data.", "prefetch")
-        _share(self, "data.", "validation_fraction", below_one=True)
-        require(
+    def check(self) -> None:
+        self.require(
             len(self.sources) > 0,
-            "data.sources",
+            "sources",
             "there is none",
             "Name files, folders of shards, or 'builtin'.",
         )
-        require(
+        self.require(
             not self.weights or len(self.weights) == len(self.sources),
-            "data.weights",
+            "weights",
             f"{len(self.weights)} weights for {len(self.sources)} sources",
-            "Give one for each, or none.",
+            "Give one weight per source, or none.",
         )
-        for weight in self.weights:
-            remedy = "Leave the source out, or give it a share."
-            fits = 0 < weight < float("inf")
-            require(fits, "data.weights", f"{weight} is not a positive number", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimiserConfig:
+class OptimiserConfig(Settings, table="optimiser"):
     """`muon-adamw` is the paper's; `adamw` gives every parameter to AdamW; `adamw-atan2` is the
     RDM recipe's: no eps, update clipping."""
 
-    kind: Literal["muon-adamw", "adamw", "adamw-atan2"] = "muon-adamw"
-    lr: float = 8e-3
-    """Of AdamW."""
-    beta1: float = 0.8
-    beta2: float = 0.95
-    eps: float = 1e-10
-    weight_decay: float = 0.0
-    muon_lr: float = 8e-3
-    muon_momentum: float = 0.95
-    muon_beta2: float = 0.95
-    """Of the variance that Muon's update is divided by."""
-    muon_weight_decay: float = 0.2
-    clip: float = 1.0
-    """Largest norm of the gradient; 0 for no clipping."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "optimiser.")
-        _not_negative(self, "optimiser.", "lr", "muon_lr", "eps", "clip")
-        _not_negative(self, "optimiser.", "weight_decay", "muon_weight_decay")
-        _share(self, "optimiser.", "beta1", "beta2", "muon_momentum", "muon_beta2", below_one=True)
+    kind: str = setting(
+        "muon-adamw", "muon-adamw, adamw, adamw-atan2, or a registered one", names=OPTIMISERS
+    )
+    lr: float = setting(8e-3, "learning rate of AdamW and of registered optimisers", at_least=0)
+    beta1: float = setting(0.8, "AdamW: decay of the mean of gradients", at_least=0, below=1)
+    beta2: float = setting(0.95, "AdamW: decay of the mean of squares", at_least=0, below=1)
+    eps: float = setting(1e-10, "AdamW: added to the denominator", at_least=0)
+    weight_decay: float = setting(0.0, "AdamW: weight decay of matrices", at_least=0)
+    muon_lr: float = setting(8e-3, "learning rate of Muon", at_least=0)
+    muon_momentum: float = setting(0.95, "Muon: momentum after its warm-up", at_least=0, below=1)
+    muon_beta2: float = setting(
+        0.95, "Muon: decay of the variance that its update is divided by", at_least=0, below=1
+    )
+    muon_weight_decay: float = setting(0.2, "Muon: weight decay at the start", at_least=0)
+    clip: float = setting(1.0, "largest norm of the gradient; 0 for no clipping", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Warm up, stay, cool down linearly to zero. Steps, where given, go before fractions."""
+class ScheduleConfig(Settings, table="schedule"):
+    """Warm up, stay, cool down linearly to zero. Steps, where given, take precedence."""
 
-    warmup_steps: int = 0
-    cooldown_fraction: float = 0.5
-    cooldown_steps: int | None = None
-    momentum_warmup_steps: int = 300
-    """Muon's momentum rises from 0.85 over so many steps."""
-    weight_decay_to_zero: bool = True
-    """Muon's weight decay falls linearly to zero over the run."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "schedule.")
-        _not_negative(self, "schedule.", "warmup_steps", "momentum_warmup_steps")
-        if self.cooldown_steps is not None:
-            _not_negative(self, "schedule.", "cooldown_steps")
-        _share(self, "schedule.", "cooldown_fraction")
+    warmup_steps: int = setting(0, "steps over which learning rates rise from zero", at_least=0)
+    cooldown_fraction: float = setting(
+        0.5, "share of the run over which learning rates fall to zero", at_least=0, at_most=1
+    )
+    cooldown_steps: int | None = setting(
+        None, "the same in steps (unset: cooldown_fraction)", at_least=0
+    )
+    momentum_warmup_steps: int = setting(
+        300, "steps over which Muon's momentum rises from 0.85", at_least=0
+    )
+    weight_decay_to_zero: bool = setting(
+        True, "let Muon's weight decay fall linearly to zero over the run"
+    )
 
 
 KINDS_OF_BUDGET = ("tokens", "flops", "tokens_per_parameter", "steps", "minutes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetConfig:
+class BudgetConfig(Settings, table="budget"):
     """How long to train: exactly one of the first five."""
 
-    tokens: float | None = None
-    flops: float | None = None
-    tokens_per_parameter: float | None = None
-    steps: int | None = None
-    minutes: float | None = None
-    """By the clock; such a run is the only kind that does not resume bit for bit."""
-    at_most_minutes: float | None = None
-    """A limit for a machine slower than was thought. Schedules follow the clock once it is ahead
-    of the steps, so that a run it cuts short has cooled down; until then it changes nothing."""
+    tokens: float | None = setting(None, "tokens to train on", above=0)
+    flops: float | None = setting(None, "training FLOPs to spend", above=0)
+    tokens_per_parameter: float | None = setting(None, "tokens per parameter", above=0)
+    steps: int | None = setting(None, "optimiser steps", above=0)
+    minutes: float | None = setting(
+        None, "minutes of wall-clock time; such a run does not resume bit for bit", above=0
+    )
+    at_most_minutes: float | None = setting(
+        None, "limit in minutes beside one of the above; a run it ends has cooled down", above=0
+    )
 
-    def __post_init__(self) -> None:
-        check_types(self, "budget.")
+    def check(self) -> None:
         given = [name for name in KINDS_OF_BUDGET if getattr(self, name) is not None]
         require(
             len(given) == 1,
@@ -157,88 +139,79 @@ class BudgetConfig:
             f"{' and '.join(given) or 'nothing'} given",
             f"Give exactly one of {', '.join(KINDS_OF_BUDGET)}.",
         )
-        for name in (given[0], "at_most_minutes"):
-            value = getattr(self, name)
-            fits = value is None or 0 < value < float("inf")
-            require(fits, f"budget.{name}", f"{value} is not positive", "Use more.")
-        require(
+        self.require(
             self.minutes is None or self.at_most_minutes is None,
-            "budget.at_most_minutes",
-            f"the run has {self.minutes} minutes anyway",
+            "at_most_minutes",
+            f"minutes = {self.minutes} limits the run already",
             "Give one of the two.",
         )
 
     @property
     def clock_minutes(self) -> float | None:
-        """When the clock ends the run, whatever else does; None where it never does."""
+        """Minutes after which the clock ends the run; None where it never does."""
         return self.at_most_minutes if self.minutes is None else self.minutes
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings, table="run"):
     """Seed, device, and what is measured, kept and shown."""
 
-    seed: int = 0
-    device: Literal["auto", "cuda", "mps", "cpu"] = "auto"
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 autocast on CUDA, float32 elsewhere."""
-    compile: bool = False
-    checkpoint_loops: bool = False
-    """Keep only the state of every loop and compute the rest again in the backward: memory that
-    hardly grows with the loops that carry gradient, for about a third more time in the loop."""
-    deterministic: bool = True
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What several processes do; one process ignores it."""
+    seed: int = setting(
+        0, "seed of weights, order of documents and depths", at_least=0, below=1 << 63
+    )
+    device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto, cuda, mps or cpu")
+    precision: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "auto (bfloat16 autocast on CUDA, float32 elsewhere), float32 or bfloat16"
+    )
+    compile: bool = setting(False, "compile the layers with torch.compile")
+    checkpoint_loops: bool = setting(
+        False, "keep only the state of every loop and recompute the rest: less memory, slower"
+    )
+    deterministic: bool = setting(True, "use deterministic algorithms")
+    parallel: Literal["ddp", "fsdp"] = setting(
+        "ddp", "several processes: ddp (whole copies of the model) or fsdp (shards)"
+    )
 
-    validate_every: int = 250
-    """Steps between validations; the end of a run is always validated. 0: only there."""
-    validation_depths: tuple[int, ...] = ()
-    """Loops to validate at; 1, half the mean, the mean and twice the mean if left out."""
-    validation_rows: int = 256
-    telemetry_every: int = 50
-    """Steps between looks at the loop's state and matrices. 0: never."""
-    telemetry_rows: int = 4
-    checkpoint_every: int = 500
-    """0: only at the end."""
-    keep_last: int = 2
-    keep_best: bool = True
-    sample_prompts: tuple[str, ...] = ()
-    """Continued at several depths when the run ends, for the report."""
-    sample_tokens: int = 64
-    bad_steps_in_a_row: int = 20
-    """Steps with a loss or gradient that is not finite after which the run gives up."""
-    sinks: tuple[str, ...] = ()
-    """Also log to: `tensorboard`, `wandb`, `trackio`. metrics.jsonl is always written."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "run.")
-        _not_negative(self, "run.", "seed", "validate_every", "telemetry_every", "checkpoint_every")
-        remedy = "Use less than 2**63."
-        require(self.seed < 1 << 63, "run.seed", f"{self.seed} is out of range", remedy)
-        check_positive(self, "run.", "validation_rows", "telemetry_rows", "keep_last")
-        check_positive(self, "run.", "sample_tokens", "bad_steps_in_a_row")
-        for depth in self.validation_depths:
-            remedy = "Every depth needs at least one loop."
-            require(depth >= 1, "run.validation_depths", f"{depth} is not positive", remedy)
-        known = ("tensorboard", "wandb", "trackio")
-        for sink in self.sinks:
-            require(
-                sink in known, "run.sinks", f"there is no {sink!r}", f"Known: {', '.join(known)}."
-            )
+    validate_every: int = setting(
+        250, "steps between validations; 0 for only at the end", at_least=0
+    )
+    validation_depths: tuple[int, ...] = setting(
+        (), "loops to validate at (unset: 1, half the mean, the mean, twice the mean)", at_least=1
+    )
+    validation_rows: int = setting(256, "rows to validate on", at_least=1)
+    telemetry_every: int = setting(
+        50, "steps between measurements of the loop's state and matrices; 0 for never", at_least=0
+    )
+    telemetry_rows: int = setting(4, "rows to measure the loop's state on", at_least=1)
+    checkpoint_every: int = setting(
+        500, "steps between checkpoints; 0 for only at the end", at_least=0
+    )
+    keep_last: int = setting(2, "newest checkpoints to keep", at_least=1)
+    keep_best: bool = setting(True, "also keep the checkpoint with the lowest validation loss")
+    sample_prompts: tuple[str, ...] = setting(
+        (), "prompts to continue at several depths when the run ends, for the report"
+    )
+    sample_tokens: int = setting(64, "tokens of such a continuation", at_least=1)
+    bad_steps_in_a_row: int = setting(
+        20, "steps without a finite loss and gradient after which the run gives up", at_least=1
+    )
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
+        (), "loggers beside metrics.jsonl: tensorboard, wandb, trackio"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(Settings):
     """Everything that decides a run."""
 
     model: ModelConfig
     data: DataConfig
     budget: BudgetConfig
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    run: RunConfig = field(default_factory=RunConfig)
+    optimiser: OptimiserConfig = setting(OptimiserConfig, "the optimiser")
+    schedule: ScheduleConfig = setting(ScheduleConfig, "learning rates over the run")
+    run: RunConfig = setting(RunConfig, "seed, device, measurements")
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
         require(
             self.schedule.cooldown_steps is None or self.budget.clock_minutes is None,
             "schedule.cooldown_steps",
@@ -263,14 +236,8 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     for name in ("model", "data", "budget"):
         if name not in tree:
             raise ConfigError(f"{name}: a recipe for training needs this table.")
-    others = {
-        "data": DataConfig,
-        "optimiser": OptimiserConfig,
-        "schedule": ScheduleConfig,
-        "budget": BudgetConfig,
-        "run": RunConfig,
-    }
-    parts = {name: build(cls, tree[name], name) for name, cls in others.items() if name in tree}
+    others = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig)
+    parts = {part.table: build(part, tree[part.table]) for part in others if part.table in tree}
     return Recipe(model=model_from_table(tree["model"]), **parts)  # pyright: ignore[reportArgumentType]
 
 
