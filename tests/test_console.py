@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from argparse import ArgumentTypeError
 
 import pytest
 
-from parcae.console import WideConsole, number, short, size, table
+from parcae import console
+from parcae.console import WideConsole, table
 
 COLUMNS = ["name", *(f"bytes of column {i}" for i in range(8))]
 CELLS = ["a/quite/long/name", *(f"{10**9 + i:,}" for i in range(8))]
@@ -48,21 +50,74 @@ def test_a_table_without_a_header_has_no_empty_lines() -> None:
     ("value", "text"),
     [(84.72, "84.7"), (1083.0, "1,080"), (0.02414, "0.0241"), (999.6, "1,000"), (0, "0")],
 )
-def test_numbers_are_written_out(value: float, text: str) -> None:
-    assert number(value) == text
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert console.format_number(value) == text
 
 
-def test_short_numbers_and_sizes_have_no_exponents() -> None:
-    assert [short(x) for x in (999.4, 999.6, 999_400, 999_600, 1.5e9)] == [
-        "999",
-        "1k",
-        "999k",
-        "1M",
-        "1.5G",
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (999.4, "999"),
+        (999.6, "1k"),
+        (999_400, "999k"),
+        (999_600, "1M"),
+        (1.5e9, "1.5B"),
+        (3.2e13, "32T"),
+    ],
+)
+def test_counts(value: float, text: str) -> None:
+    assert console.format_count(value) == text
+
+
+def test_flops_and_speeds() -> None:
+    assert [console.format_flops(x) for x in (0, 512, 6.4e19)] == ["0", "512", "6.4e19"]
+    assert [console.format_si(x, "FLOP/s") for x in (12, 999.9e9, 3.12e14)] == [
+        "12 FLOP/s",
+        "1 TFLOP/s",
+        "312 TFLOP/s",
     ]
-    assert [size(x) for x in (1023, 1024, 1023 * 1024, 36 * 1024)] == [
+
+
+def test_bytes_are_binary() -> None:
+    assert [console.format_bytes(x) for x in (1023, 1024, 1023 * 1024, 36 * 1024, 3 << 30)] == [
         "1023 B",
         "1 KiB",
         "1,020 KiB",
         "36 KiB",
+        "3 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.0124, "12 ms"),
+        (0.9996, "1 s"),
+        (2.34, "2.3 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (330, "5 min 30 s"),
+        (3599.7, "1 h 0 min"),
+        (7500, "2 h 5 min"),
+        (359_990, "100 h"),
+        (1234.4 * 3600, "1,234 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert console.format_duration(seconds) == text
+
+
+def test_lists_separated_by_commas() -> None:
+    assert console.parse_list("a, b,,a") == ["a", "b"]
+    assert console.parse_number_list("1e13,2.5,4,4.0") == [1e13, 2.5, 4]
+    assert console.parse_int_list("1,2,4,2") == [1, 2, 4]
+    for parse, text, problem in (
+        (console.parse_list, " ,", "an empty list"),
+        (console.parse_number_list, "1,lots", "'lots' is not a number"),
+        (console.parse_int_list, "1.5", "1.5 is not a whole number"),
+        (console.parse_int_list, "nan", "nan is not a whole number"),
+    ):
+        with pytest.raises(ArgumentTypeError, match=problem):
+            parse(text)

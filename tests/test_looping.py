@@ -17,7 +17,7 @@ def test_the_title_follows_the_curve(last, words, tmp_path, monkeypatch):
         titles.extend(axes.get_title(loc="left") for axes in canvas.axes)
         return path
 
-    monkeypatch.setattr(looping.draw, "save", seen)
+    monkeypatch.setattr(looping.plotting, "save", seen)
     depths = len(looping.DEPTHS)
     profile = looping.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
     looping.picture(profile, 8, tmp_path / "picture.png")

@@ -1,11 +1,16 @@
-"""What a person sees in a terminal: tables, progress with rate and ETA, short numbers."""
+"""Terminal output: tables, progress bars, and the only formatting of numbers, durations and bytes.
+
+Also the types of command-line arguments that are lists separated by commas.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from rich.box import SIMPLE_HEAD, Box
 from rich.console import Console, ConsoleDimensions
@@ -23,11 +28,13 @@ from rich.text import Text
 
 T = TypeVar("T")
 RULE_ABOVE = Box(" ── \n" + 7 * "    \n")
-"""For tables without a header: what SIMPLE_HEAD draws below one."""
+"""For tables without a header: the rule that SIMPLE_HEAD draws below one."""
+SECONDS_BETWEEN_LINES = 10.0
+"""Between two lines of progress where standard output or error is not a terminal."""
 
 
 class WideConsole(Console):
-    """A pipe or a file has no width, so nothing is wrapped or cut there."""
+    """A console that wraps and cuts nothing where the output is a pipe or a file."""
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -42,9 +49,16 @@ out = WideConsole()
 err = WideConsole(stderr=True)
 
 
+def print_text(text: str, *, console: Console | None = None, style: str | None = None) -> None:
+    """Print `text` as it is: no markup, no highlighting, no hard line breaks."""
+    (console or out).print(
+        text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
+    )
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """A progress display on standard error; silent where that is not a terminal."""
+    """Progress bars on standard error; nothing is shown where that is not a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -57,19 +71,42 @@ def progress() -> Iterator[Progress]:
 
 
 def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate with a progress bar."""
+    """Iterate over `items` with a progress bar."""
     with progress() as display:
         yield from display.track(items, description=description, total=total)
 
 
-class LiveBar:
-    """A bar on a terminal for as long as a block runs; what is said meanwhile stands above it."""
+@contextmanager
+def progress_bar(total: float) -> Iterator[Callable[[str, float], None]]:
+    """One bar on standard error, updated by `update(description, completed)`.
+
+    Where standard error is not a terminal, a line is printed every 10 s instead.
+    """
+    with progress() as display:
+        task = display.add_task("", total=total)
+        printed = time.monotonic()
+
+        def update(description: str, completed: float) -> None:
+            nonlocal printed
+            display.update(task, description=description, completed=completed)
+            if not err.is_terminal and time.monotonic() > printed + SECONDS_BETWEEN_LINES:
+                printed = time.monotonic()
+                print_text(f"{description}: {completed / max(total, 1e-9):.0%}", console=err)
+
+        yield update
+
+
+class LiveProgress:
+    """A bar at the bottom of the terminal while a block runs; messages are printed above it.
+
+    Elsewhere than on a terminal there is no bar, only the messages.
+    """
 
     REFRESHES_PER_SECOND = 2
-    """Each takes some 1.5 ms from the thread at work; the ten of `rich` would be 1.5 % of it."""
+    """Each takes about 1.5 ms from the working thread; rich's default of ten would cost 1.5 %."""
 
     def __init__(self, *columns: ProgressColumn, shown: bool = True) -> None:
-        """`columns` follow the bar, the percentage and the time gone by."""
+        """`columns` follow the bar, the percentage and the elapsed time."""
         self.shown = shown
         self._live = shown and out.is_terminal
         self._progress = Progress(
@@ -90,68 +127,133 @@ class LiveBar:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def say(self, words: str) -> None:
+    def print(self, message: str) -> None:
         if self.shown:
-            self._progress.console.print(
-                words, highlight=False, soft_wrap=True, markup=False, emoji=False
-            )
+            print_text(message, console=self._progress.console)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """First column to the left, the others to the right: names, then numbers.
+    """A table with its first column aligned to the left and the others to the right.
 
-    Where a terminal is too narrow, cells go on in the next line: a number is never cut off.
+    Where a terminal is too narrow, cells are folded: no digit is cut off.
     """
-    headed = any(columns)
+    has_header = any(columns)
     view = Table(
         title=title,
         title_justify="left",
         title_style="bold",
-        show_header=headed,
+        show_header=has_header,
         header_style="bold",
-        box=SIMPLE_HEAD if headed else RULE_ABOVE,
+        box=SIMPLE_HEAD if has_header else RULE_ABOVE,
     )
     for index, name in enumerate(columns):
         view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        view.add_row(*(Text(str(cell)) for cell in row))  # a [bracket] is no markup
+        view.add_row(*(Text(str(cell)) for cell in row))  # Text: a [bracket] is no markup
     return view
 
 
-def number(value: float) -> str:
-    """Three digits that count, written out: 84.7, 1,080, 0.0241."""
+def format_number(value: float) -> str:
+    """Three significant digits without an exponent: 84.7, 1,080, 0.0241."""
     text = f"{value:.3g}"
     return f"{float(text):,.0f}" if "e+" in text else text
 
 
-def short(value: float) -> str:
-    """1234567 -> '1.23M'."""
-    value = float(f"{value:.3g}")  # 999,900 is 1M, not 1,000k
-    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{number(value / size)}{letter}"
-    return number(value)
+def format_count(value: float) -> str:
+    """A number of tokens, parameters, ...: 950, 14.3k, 1.23M, 11.2B, 1.5T."""
+    return _with_prefix(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")))
 
 
-def size(count: float) -> str:
-    """1234567 -> '1.18 MiB'."""
-    for unit, letters in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{number(count / unit)} {letters}"
+def format_si(value: float, unit: str) -> str:
+    """A measured value with an SI prefix: 312 TFLOP/s."""
+    prefixes = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    return _with_prefix(value, tuple((size, f" {letter}{unit}") for size, letter in prefixes), unit)
+
+
+def format_flops(value: float) -> str:
+    """A number of FLOPs in scientific notation: 6.4e19."""
+    return f"{value:.3g}".replace("e+", "e")
+
+
+def format_bytes(count: float) -> str:
+    """A size in binary units: 512 B, 36 KiB, 1.18 MiB."""
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= size:
+            return f"{format_number(count / size)} {unit}"
     return f"{count:.0f} B"
+
+
+def format_duration(seconds: float) -> str:
+    """120 ms, 2.3 s, 45 s, 5 min 30 s, 2 h 5 min; from 100 h on 1,234 h."""
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds > 0 else "0 s"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s".replace(".0 s", " s")
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    minutes = round(seconds / 60)
+    if minutes < 100 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{seconds / 3600:,.0f} h"
+
+
+def _with_prefix(value: float, prefixes: Sequence[tuple[float, str]], unit: str = "") -> str:
+    value = float(f"{value:.3g}")  # 999,900 is 1M, not 1,000k
+    for size, suffix in prefixes:
+        if abs(value) >= size:
+            return f"{format_number(value / size)}{suffix}"
+    return f"{format_number(value)} {unit}".rstrip()
+
+
+def parse_list(text: str) -> list[str]:
+    """`a, b,c` -> ["a", "b", "c"], each once: the type of a command-line argument."""
+    parts = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not parts:
+        raise ArgumentTypeError(f"{text!r} is an empty list. Write values such as a,b,c.")
+    return parts
+
+
+def parse_number_list(text: str) -> list[float]:
+    """`1e13,2e13` -> [1e13, 2e13], each once; whole numbers below 1e9 as integers."""
+    values = [_parsed(part, "a number", "1,2,4") for part in parse_list(text)]
+    return list(dict.fromkeys(values))
+
+
+def parse_int_list(text: str) -> list[int]:
+    """`1,2,4` -> [1, 2, 4], each once."""
+    values: list[Any] = [_parsed(part, "a whole number", "1,2,4") for part in parse_list(text)]
+    for value in values:
+        if not isinstance(value, int):
+            raise ArgumentTypeError(f"{value} is not a whole number. Write a list such as 1,2,4.")
+    return list(dict.fromkeys(values))
+
+
+def _parsed(text: str, kind: str, example: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} is not {kind}. Write a list such as {example}."
+        ) from None
+    return int(value) if value.is_integer() and abs(value) < 1e9 else value
 
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float], top: float, most: int = 240) -> tuple[str, int]:
-    """One bar for each value, from nothing to `top`; beyond `most` bars, each is the mean of
-    several values. Returns the bars and how many values each stands for."""
+    """Return one bar per value on a scale from 0 to `top`, and how many values each bar stands for.
+
+    Above `most` values, each bar shows the mean of several.
+    """
     group = -(-len(values) // most) or 1
     means = (
         sum(part) / len(part)
         for start in range(0, len(values), group)
         if (part := values[start : start + group])
     )
-    places = (min(max(ceil(mean / top * len(BARS) - 1e-9), 1), len(BARS)) for mean in means)
-    return "".join(BARS[place - 1] for place in places), group
+    heights = (min(max(math.ceil(mean / top * len(BARS) - 1e-9), 1), len(BARS)) for mean in means)
+    return "".join(BARS[height - 1] for height in heights), group

@@ -1,15 +1,22 @@
-"""The look of our figures: one palette, one style, PNG and SVG."""
+"""Style, colours, ticks and files of all figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from parcae.console import format_count, format_flops
 from parcae.files import atomic_path
 
 PALETTE = ("#3b6fb6", "#d1603d", "#4f9d69", "#8a5fa8", "#c9a227", "#5b6770", "#b0467a", "#2a9d9d")
+BLUE, ORANGE, GREEN, PURPLE, YELLOW, GREY, MAGENTA, TEAL = PALETTE
+RED, LIGHT_GREY, DARK_GREY = "#b3261e", "#999999", "#333333"
+DASHES = ("-", "--", ":", "-.")
 
 STYLE = {
     "figure.dpi": 140,
@@ -35,7 +42,10 @@ STYLE = {
 def figure(
     rows: int = 1, columns: int = 1, *, width: float = 5.2, height: float = 3.6
 ) -> Iterator[Any]:
-    """A figure and its axes in our style, drawn without a screen and closed afterwards."""
+    """Yield a figure and its axes, drawn without a display and closed afterwards.
+
+    `width` and `height` are those of one panel, in inches.
+    """
     import matplotlib
 
     matplotlib.use("Agg", force=False)
@@ -54,8 +64,75 @@ def figure(
 
 
 def save(canvas: Any, path: str | Path) -> Path:
-    """Write the figure whole or not at all; the suffix decides the format."""
+    """Write the figure atomically; the suffix of `path` is the format."""
     path = Path(path)
     with atomic_path(path) as temporary:
         canvas.savefig(temporary, format=path.suffix.lstrip(".") or "png")
     return path
+
+
+def colour(index: int) -> str:
+    """The colour of the curve with this index; they repeat after eight."""
+    return PALETTE[index % len(PALETTE)]
+
+
+def dash(index: int) -> str:
+    """The dash pattern of the curve with this index: another one when the colours repeat."""
+    return DASHES[index // len(PALETTE) % len(DASHES)]
+
+
+def shades(count: int) -> list[Any]:
+    """`count` colours from dark to light, for curves in an order."""
+    import matplotlib
+
+    return list(matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(count, 1))))
+
+
+def literal(text: str) -> str:
+    """`text` as matplotlib shows it unchanged: no formula, not hidden for its underscore."""
+    text = text.replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
+
+
+def count_ticks(axis: Any) -> None:
+    """Label a logarithmic axis (`axes.xaxis` or `axes.yaxis`) with a few counts: 20k, 50k, 100k.
+
+    Call it after the limits are set.
+    """
+    from matplotlib.ticker import LogLocator
+
+    low, high = sorted(axis.get_view_interval())
+    decades = math.log10(high / low)
+    candidates = ((1.0, (1, 1.5, 2, 3, 4, 5, 7)), (2.3, (1, 2, 5)), (3.5, (1, 3)))
+    digits = next((digits for limit, digits in candidates if decades < limit), (1,))
+    axis.set_major_locator(LogLocator(subs=digits, numticks=8))
+    axis.set_major_formatter(lambda value, _: format_count(value))
+    axis.set_minor_locator(_no_ticks())
+
+
+def value_ticks(axis: Any, values: Sequence[float] | np.ndarray) -> None:
+    """Ticks at `values` themselves, such as the numbers of loops that were used."""
+    axis.set_ticks(values, labels=[f"{value:g}" for value in values])
+    axis.set_minor_locator(_no_ticks())
+
+
+def flop_ticks(axis: Any, budgets: Sequence[float] | np.ndarray) -> None:
+    """Ticks at the FLOP budgets themselves: 1e18."""
+    axis.set_ticks(budgets, labels=[format_flops(value) for value in budgets], fontsize=8.5)
+    axis.set_minor_locator(_no_ticks())
+
+
+def loop_ticks(axes: Any, loops: Sequence[int]) -> None:
+    """A scale of doublings along x with as many of the numbers of loops as have room."""
+    axes.set_xscale("log", base=2)
+    chosen: list[int] = []
+    for value in loops:
+        if not chosen or math.log2(value / chosen[-1]) > 0.3:
+            chosen.append(value)
+    value_ticks(axes.xaxis, chosen)
+
+
+def _no_ticks() -> Any:
+    from matplotlib.ticker import NullLocator
+
+    return NullLocator()

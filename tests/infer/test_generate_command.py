@@ -334,7 +334,7 @@ def test_sparklines():
 
 
 def test_sizes():
-    assert [console.size(n) for n in (5, 2048, 3 << 20)] == ["5 B", "2 KiB", "3 MiB"]
+    assert [console.format_bytes(n) for n in (5, 2048, 3 << 20)] == ["5 B", "2 KiB", "3 MiB"]
 
 
 def test_ids_beyond_the_tokenizer_spell_nothing():

@@ -78,7 +78,7 @@ def test_every_number_of_the_result_is_shown(one):
         assert str("–" if value is None else value) in reader.text, key
     for sample in samples:
         assert sample["text"] in reader.text
-    for shown in ("942,848", "492k", "720G", "660G", "37.8 s", "2.9753", "2.9491", "19.09"):
+    for shown in ("942,848", "492k", "7.2e11", "6.6e11", "38 s", "2.9753", "2.9491", "19.09"):
         assert shown in reader.text, shown
     assert "validation loss 2.949 at T = 8, 3.516 at T = 1" in reader.text
 

@@ -302,7 +302,7 @@ def test_the_display_takes_what_comes(capsys):
     display = Display(shown=True)
     numbers = {"loss": float("nan"), "gradient_norm": float("inf"), "mean_depth": 1.0}
     display.update(1, 0.0, 0.0, {**numbers, "tokens_per_second": 10.0, "peak_fraction": None})
-    display.say("into runs/[bold]x[/italic] :smile:")
+    display.print("into runs/[bold]x[/italic] :smile:")
     said = capsys.readouterr().out
     assert "loss nan  |g| inf" in said
     assert "into runs/[bold]x[/italic] :smile:" in said

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
@@ -12,11 +10,8 @@ from parcae.commands import download
 from parcae.config import require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from parcae.data.readers import Reading
 
-SECONDS_BETWEEN_LINES = 10.0
 VALIDATION_FRACTION = 0.005
 
 
@@ -57,23 +52,6 @@ def reading(arguments: argparse.Namespace) -> Reading:
         document_start=arguments.document_start,
         encoding_errors=arguments.encoding_errors,
     )
-
-
-@contextmanager
-def waiting(total: float) -> Iterator[Callable[[str, float], None]]:
-    """Call it with words and an amount done: a bar on a terminal, now and then a line elsewhere."""
-    with console.progress() as display:
-        task = display.add_task("", total=total)
-        printed = time.monotonic()
-
-        def show(words: str, done: float) -> None:
-            nonlocal printed
-            display.update(task, description=words, completed=done)
-            if not console.err.is_terminal and time.monotonic() > printed + SECONDS_BETWEEN_LINES:
-                printed = time.monotonic()
-                console.err.print(f"{words}: {done / max(total, 1e-9):.0%}", highlight=False)
-
-        yield show
 
 
 def _register_prepare(actions: Any) -> None:
@@ -128,12 +106,12 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         shard_tokens=arguments.shard_tokens,
         reading=reading(arguments),
     )
-    megabyte = 1e6
-    with waiting(work.source_bytes / megabyte) as show:
+    mebibyte = 2**20
+    with console.progress_bar(work.source_bytes / mebibyte) as show:
 
         def report(update: Update) -> None:
-            tokens = f", {console.short(update.tokens)} tokens" if update.tokens else ""
-            show(f"{update.activity} (MB{tokens})", update.source_bytes / megabyte)
+            tokens = f", {console.format_count(update.tokens)} tokens" if update.tokens else ""
+            show(f"{update.activity} (MiB{tokens})", update.source_bytes / mebibyte)
 
         manifest = prepare(work, arguments.out, report)
     _print_manifest(arguments.out, manifest)

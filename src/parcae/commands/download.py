@@ -83,7 +83,7 @@ def _download_tasks(arguments: argparse.Namespace) -> int:
     with _showing() as report:
         download_tasks(found.files, out, collection=arguments.mirror or COLLECTION, report=report)
     count = "1 file" if len(found.files) == 1 else f"{len(found.files)} files"
-    lines = [f"{suite}: {count} here and verified, {found.bytes / 1e6:,.1f} MB."]
+    lines = [f"{suite}: {count} here and verified, {console.format_bytes(found.bytes)}."]
     lines += [f"Not fetched: {', '.join(names)} ({why})." for why, names in found.left_out.items()]
     lines.append(f"Next: parcae eval CHECKPOINT --suite {suite} --eval-data {out}")
     for line in lines:
@@ -99,9 +99,11 @@ def _showing() -> Iterator[Report]:
 
         def report(file: RemoteFile, here: int) -> None:
             if file.path not in tasks:
-                tasks[file.path] = display.add_task(f"{file.path} (MB)", total=file.bytes / 1e6)
-            display.update(tasks[file.path], completed=here / 1e6)
+                tasks[file.path] = display.add_task(f"{file.path} (MiB)", total=file.bytes / 2**20)
+            display.update(tasks[file.path], completed=here / 2**20)
             if here == file.bytes and not console.err.is_terminal:
-                console.err.print(f"{file.path}: {file.bytes:,} bytes", highlight=False)
+                console.err.print(
+                    f"{file.path}: {console.format_bytes(file.bytes)}", highlight=False
+                )
 
         yield report

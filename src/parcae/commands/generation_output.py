@@ -74,9 +74,9 @@ def _speed(meter: Meter) -> str:
         return "no token: the model ended the text at once"
     words = [f"{count:,} token" + "s" * (count != 1)]
     if meter.rate is not None:
-        words.append(f"{console.number(meter.rate)} tokens/s")
+        words.append(f"{console.format_number(meter.rate)} tokens/s")
     first = meter.first
-    waited = f"{1000 * first:.0f} ms" if first < 1 else f"{console.number(first)} s"
+    waited = console.format_duration(first)
     words.append(f"the first after {waited}")
     reused = 0 if meter.completion is None else meter.completion.reused
     if reused:
@@ -113,11 +113,13 @@ def _drafts(meter: Meter) -> str:
 
 def _memory(engine: Engine, request: Request) -> str:
     cache, network = engine.cache, engine.network
-    per_token = console.size(cache.bytes_per_token(request.plan.loops))
+    per_token = console.format_bytes(cache.bytes_per_token(request.plan.loops))
     layers = "PyTorch" if network.native is None else "C++"
+    weights = console.format_bytes(network.weight_bytes)
+    reserved = console.format_bytes(cache.bytes)
     return (
-        f"weights {console.size(network.weight_bytes)} (--weights {network.weights}); cache "
-        f"{per_token} per token, {console.size(cache.bytes)} reserved (--cache {cache.policy}); "
+        f"weights {weights} (--weights {network.weights}); cache "
+        f"{per_token} per token, {reserved} reserved (--cache {cache.policy}); "
         f"layers in {layers}"
     )
 

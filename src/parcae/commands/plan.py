@@ -70,53 +70,44 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     def count(value: float | None) -> str:
         return "unknown: the clock decides" if value is None else f"{value:,.0f}"
 
-    def short(value: float | None) -> str:
-        return count(None) if value is None else console.short(value)
+    def flops(value: float | None) -> str:
+        return count(None) if value is None else console.format_flops(value)
 
     each = plan.tokens_per_parameter
     work = [
         ("parameters", count(plan.parameters)),
         ("of them in the looped core", count(plan.core_parameters)),
         ("effective parameters", count(plan.effective_parameters)),
-        ("training FLOPs per token", short(plan.flops_per_token)),
+        ("training FLOPs per token", flops(plan.flops_per_token)),
         ("tokens per step", count(plan.tokens_per_step)),
         ("steps", count(plan.steps)),
         ("tokens", count(plan.tokens)),
-        ("tokens per parameter", count(None) if each is None else console.number(each)),
-        ("FLOPs", short(plan.flops)),
+        ("tokens per parameter", count(None) if each is None else console.format_number(each)),
+        ("FLOPs", flops(plan.flops)),
     ]
     memory = plan.memory
     passing = "activations, at most"
     if memory.optimiser_step > memory.activations:
         passing = "the optimiser's step, more than activations"
     room = [
-        ("weights", _bytes(memory.weights)),
-        ("gradients", _bytes(memory.gradients)),
-        ("optimiser", _bytes(memory.optimiser)),
-        (passing, _bytes(max(memory.activations, memory.optimiser_step))),
-        ("total", _bytes(memory.total)),
-        ("a checkpoint on disk", _bytes(plan.checkpoint_bytes)),
+        ("weights", console.format_bytes(memory.weights)),
+        ("gradients", console.format_bytes(memory.gradients)),
+        ("optimiser", console.format_bytes(memory.optimiser)),
+        (passing, console.format_bytes(max(memory.activations, memory.optimiser_step))),
+        ("total", console.format_bytes(memory.total)),
+        ("a checkpoint on disk", console.format_bytes(plan.checkpoint_bytes)),
     ]
     speed = plan.device_flops
+    fastest = "unknown" if speed is None else console.format_si(speed, "FLOP/s")
+    duration = "unknown: give --device-flops"
+    if plan.hours is not None:
+        duration = console.format_duration(3600 * plan.hours)
     name = f"{plan.devices} x {plan.device}, {plan.precision}"
     time = [
         ("micro-batches per step and device", f"{plan.micro_batches} of {plan.micro_batch} rows"),
-        ("FLOP/s of a device at best", "unknown" if speed is None else console.short(speed)),
-        (
-            f"time at {plan.utilisation:.0%} of that",
-            "unknown: give --device-flops" if plan.hours is None else _duration(plan.hours),
-        ),
+        ("peak speed of a device", fastest),
+        (f"time at {plan.utilisation:.0%} of that", duration),
     ]
     if plan.steps is None:
-        time[-1] = ("time, by the clock", _duration(plan.hours or 0))
+        time[-1] = ("time, by the clock", duration)
     return {"The run": work, "Memory of a device": room, name: time}
-
-
-def _duration(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.2g} s"
-    return f"{hours * 60:.2g} min" if hours < 1 else f"{hours:,.1f} h"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"

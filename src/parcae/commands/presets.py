@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{config.width:,}",
             f"{config.vocab_size:,}",
             f"{config.loop.mean_loops:g}",
-            console.short(training_flops_per_token(config)),
+            console.format_flops(training_flops_per_token(config)),
         )
         for name, config in PRESETS.items()
     ]

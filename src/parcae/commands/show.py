@@ -43,9 +43,9 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         (
             f"forward FLOPs per token at T = {loop.nominal_loops}",
-            console.short(cost.forward(loop.nominal_loops)),
+            console.format_flops(cost.forward(loop.nominal_loops)),
         ),
-        ("training FLOPs per token", console.short(flops.training_flops_per_token(config))),
+        ("training FLOPs per token", console.format_flops(flops.training_flops_per_token(config))),
     ]
     if config.architecture == "looped":
         rows.append(("stability by construction", INJECTIONS[config.injection].stability))

@@ -15,7 +15,6 @@ from parcae.sweeps.folder import TABLE_FILE, SweepFolder, training_tokens
 from parcae.sweeps.plan import PlannedRun
 from parcae.sweeps.run_state import outcome_of
 from parcae.sweeps.slurm import job_states
-from parcae.training.display import clock
 
 STARTABLE = ("to do", "stopped", "running here")
 """A run that still runs here, under a sweep that was killed, is about to stop: it is waited for."""
@@ -99,7 +98,7 @@ def prepare(runs: Sequence[PlannedRun], folder: SweepFolder) -> None:
     longest = max(runs, key=lambda run: run.tokens)
     if longest.tokens > there:
         say(
-            f"The sources hold {console.short(there)} tokens: {longest.name} reads them "
+            f"The sources hold {console.format_count(there)} tokens: {longest.name} reads them "
             f"{longest.tokens / there:.2g} times."
         )
 
@@ -115,12 +114,12 @@ def show_plan(
             run.name,
             f"{run.mean_loops:g}",
             run.recipe.model.loop.gradient_loops,
-            console.short(run.parameters),
-            console.short(run.effective_parameters),
-            console.short(run.tokens),
+            console.format_count(run.parameters),
+            console.format_count(run.effective_parameters),
+            console.format_count(run.tokens),
             f"{run.steps:,}",
-            f"{run.flops:.3g}",
-            clock(guess.seconds[run.name]) if run.name in guess.seconds else "",
+            console.format_flops(run.flops),
+            console.format_duration(guess.seconds[run.name]) if run.name in guess.seconds else "",
             now[run.name],
         )
         for run in runs
@@ -130,8 +129,8 @@ def show_plan(
     wall = guess.wall(left, workers)
     side = f"{workers} at a time" if workers > 1 else "one after another"
     total = sum(run.flops for run in left)
-    text = f"To do: {len(left)} runs, {console.short(total)}FLOPs"
-    text += f", about {clock(wall)}, {side}" if wall is not None and left else ""
+    text = f"To do: {len(left)} runs, {console.format_flops(total)} FLOPs"
+    text += f", about {console.format_duration(wall)}, {side}" if wall is not None and left else ""
     say(f"{text} (ETA: {guess.how}).")
     for line in warnings(runs):
         say(line)
@@ -181,9 +180,9 @@ def show_states(runs: Sequence[PlannedRun], folder: SweepFolder) -> int:
                 run.name,
                 now[run.name],
                 "" if loss is None else f"{loss:.4f}",
-                console.short(run.tokens),
-                f"{run.flops:.3g}",
-                "" if took is None else clock(took),
+                console.format_count(run.tokens),
+                console.format_flops(run.flops),
+                "" if took is None else console.format_duration(took),
             )
         )
     columns = ("run", "state", "loss at its loops", "tokens", "FLOPs", "took")

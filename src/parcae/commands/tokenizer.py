@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
-from parcae.commands.data import add_reading_options, reading, waiting
+from parcae.commands.data import add_reading_options, reading
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,13 +56,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     from parcae.data.tokenizer import train, within_budget
 
     files = find_files(arguments.sources)
-    total = sum(file.bytes for file in files) / 1e6
+    total = sum(file.bytes for file in files) / 2**20
     read_so_far = bytes_read(files)
-    with waiting(total) as show:
+    with console.progress_bar(total) as show:
 
         def texts() -> Iterator[str]:
             for document in read_documents(files, reading(arguments)):
-                show("reading (MB)", read_so_far(document) / 1e6)
+                show("reading (MiB)", read_so_far(document) / 2**20)
                 yield document.text
 
         tokenizer = train(
@@ -107,15 +107,15 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     tokenizers = [(name, Tokenizer.load(name)) for name in arguments.tokenizers]
     sources = [(name, find_files([name])) for name in arguments.on]
-    total = sum(file.bytes for _, files in sources for file in files) / 1e6
-    with waiting(total) as show:
+    total = sum(file.bytes for _, files in sources for file in files) / 2**20
+    with console.progress_bar(total) as show:
         rows = compare([t for _, t in tokenizers], sources, reading(arguments), show)
     columns = ["tokenizer", "entries", *(_short(row.source) for row in rows)]
     cells = [
         (_short(name), f"{t.vocab_size:,}", *(f"{row.bytes_per_token[place]:.3f}" for row in rows))
         for place, (name, t) in enumerate(tokenizers)
     ]
-    megabytes = ("text, MB", "", *(f"{row.text_bytes / 1e6:.2f}" for row in rows))
+    megabytes = ("text, MiB", "", *(f"{row.text_bytes / 2**20:.2f}" for row in rows))
     title = "Bytes per token: more is shorter"
     console.out.print(console.table(title, columns, [*cells, megabytes]))
     return 0

@@ -39,7 +39,7 @@ def compare(
             text_bytes += len(document.text.encode())
             for place, tokenizer in enumerate(tokenizers):
                 counts[place] += len(tokenizer.encode(document.text))
-            show(f"{name} (MB)", (done + read_so_far(document)) / 1e6)
+            show(f"{name} (MiB)", (done + read_so_far(document)) / 2**20)
         if not text_bytes:
             raise FileError(f"{name}: no text to compare on. Name another source.")
         done += sum(file.bytes for file in files)

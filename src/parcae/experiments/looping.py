@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from parcae import plotting as draw
+from parcae import plotting
 from parcae.config import ModelConfig
 from parcae.evaluation.loss import losses_by_depth
 from parcae.model import create
@@ -69,9 +69,9 @@ def linear_growth(injection: str, loops: int = 64) -> list[float]:
 
 def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
     growth = {name: linear_growth(name) for name in ("diagonal", "addition", "concatenation")}
-    with draw.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
+    with plotting.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
         left.plot(DEPTHS, profile.loss, marker="o")
-        left.axvline(mean_loops, color="#999999", linestyle=":", linewidth=1.2)
+        left.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":", linewidth=1.2)
         words = f"mean in training: {mean_loops:g}"
         left.text(mean_loops + 0.2, max(profile.loss), words, va="top", fontsize=8.5)
         words = "falls, then saturates" if profile.gains else "does not fall: train longer"
@@ -94,4 +94,4 @@ def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
         )
         right.legend(fontsize=8.5, loc="upper left")
         right.set_ylim(top=30 * max(map(max, growth.values())))
-        return draw.save(canvas, path)
+        return plotting.save(canvas, path)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import BlockShape, ConfigError, ModelConfig, require
+from parcae.console import format_bytes
 from parcae.memory import available_memory
 
 SMALLEST_CAPACITY = 64
@@ -187,7 +188,7 @@ def check_memory(
     require(
         free is None or needed <= free,
         "cache",
-        f"{rows} x {capacity} tokens at {loops} loops need {needed / 2**30:.2f} GiB "
-        f"({bytes_per_token / 1024:.1f} KiB a token), but {(free or 0) / 2**30:.2f} GiB are free",
+        f"{rows} x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
+        f"({format_bytes(bytes_per_token)} per token), but {format_bytes(free or 0)} are free",
         "Use fewer rows or tokens, fewer loops, or a policy that shares slots (cache='last:2').",
     )

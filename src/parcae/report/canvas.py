@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from parcae import plotting as draw
+from parcae import plotting
 from parcae.report.series import thin
 
-DASHES = ("-", "--", ":", "-.")
 FEW_POINTS = 12
 """So few are marked one by one; a single point would not be seen as a line."""
 WIDE_RANGE = 30.0
@@ -89,7 +87,7 @@ class Panel:
         """Runs by colour and quantities by dash: their sum, where all curves are their product."""
         names = [({"color": color, "linestyle": "-"}, name) for name, color in colors.items()]
         kinds = [
-            ({"color": "#5b6770", "linestyle": DASHES[j % len(DASHES)]}, what)
+            ({"color": plotting.GREY, "linestyle": plotting.DASHES[j % len(plotting.DASHES)]}, what)
             for j, what in enumerate(dashes)
         ]
         self.legend = [
@@ -109,7 +107,7 @@ class Panel:
         if drawn.max() > 2 * limit > 0:
             low = float(drawn.min())
             self.axes.set_ylim(low - 0.05 * (limit - low), limit)
-            note = {"ha": "right", "va": "top", "fontsize": 8, "color": "#5b6770"}
+            note = {"ha": "right", "va": "top", "fontsize": 8, "color": plotting.GREY}
             self.axes.text(
                 0.99, 0.99, "higher values are cut off", transform=self.axes.transAxes, **note
             )
@@ -117,7 +115,7 @@ class Panel:
 
 @contextmanager
 def panel(title: str, y: str, x: str = "step") -> Iterator[tuple[Any, Panel]]:
-    with draw.figure(width=4.8, height=3.5) as (canvas, axes):
+    with plotting.figure(width=4.8, height=3.5) as (canvas, axes):
         axes.set(title=title, xlabel=x, ylabel=y)
         axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         yield canvas, Panel(axes)
@@ -140,29 +138,8 @@ def finish(canvas: Any, drawn: Panel, name: str, look: str) -> Figure | None:
     return Figure(name, title, look, alt, stream.getvalue())
 
 
-def color_of(index: int) -> str:
-    return draw.PALETTE[index % len(draw.PALETTE)]
-
-
-def dash_of(index: int) -> str:
-    """More runs than colours are told apart by their dashes."""
-    return DASHES[index // len(draw.PALETTE) % len(DASHES)]
-
-
 def legend_text(text: str, longest: int = 48) -> str:
     """As it is read: no formulas, nothing hidden for a leading underscore, no endless paths."""
     if len(text) > longest:
         text = "…" + text[1 - longest :]
-    text = text.replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text
-
-
-def depth_ticks(axes: Any, depths: list[int]) -> None:
-    """Loops on a scale of doublings, labelled with the numbers themselves."""
-    axes.set_xscale("log", base=2)
-    chosen: list[int] = []
-    for depth in depths:
-        if not chosen or math.log2(depth / chosen[-1]) > 0.3:
-            chosen.append(depth)
-    axes.set_xticks(chosen, [str(depth) for depth in chosen])
-    axes.minorticks_off()
+    return plotting.literal(text)

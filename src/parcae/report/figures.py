@@ -7,12 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from parcae import plotting
 from parcae.report.canvas import (
-    DASHES,
     Figure,
-    color_of,
-    dash_of,
-    depth_ticks,
     finish,
     panel,
 )
@@ -38,13 +35,13 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
             steps, losses = column(run.train, "loss")
             trend = smooth(losses, len(losses) // SMOOTH_FRACTION)
             at_start = max(at_start, float(trend[0]) if len(trend) else 0.0)
-            p.line(steps, losses, color=color_of(i), faint=True)
+            p.line(steps, losses, color=plotting.colour(i), faint=True)
             label = named(runs, run, "training, smoothed")
-            p.line(steps, trend, label, color=color_of(i), dash=dash_of(i))
+            p.line(steps, trend, label, color=plotting.colour(i), dash=plotting.dash(i))
             measured = [(v.step, _nominal_loss(run, v)) for v in run.validations]
             points = np.array(measured, dtype=float).reshape(-1, 2)
             if np.isfinite(points).all(axis=1).any():
-                color = color_of(1) if len(runs) == 1 else color_of(i)
+                color = plotting.colour(1) if len(runs) == 1 else plotting.colour(i)
                 what = f"validation at T = {run.nominal_depth}" if len(runs) == 1 else None
                 p.axes.plot(*points.T, "D", color=color, mec="white", ms=7, label=what)
                 p.values.append(points[np.isfinite(points[:, 1]), 1])
@@ -52,7 +49,9 @@ def loss_curves(runs: Sequence[Run]) -> Figure | None:
                 p.said.append(f"{run.name}, validation: from {seen[0]:.3g} to {seen[-1]:.3g}")
             for event in run.events:
                 if event.get("what") in MARKED_EVENTS and isinstance(event.get("step"), int):
-                    p.axes.axvline(event["step"], color=color_of(i), linewidth=0.8, alpha=0.4)
+                    p.axes.axvline(
+                        event["step"], color=plotting.colour(i), linewidth=0.8, alpha=0.4
+                    )
         p.cut_above(1.5 * at_start)
         return finish(
             canvas,
@@ -71,16 +70,16 @@ def loss_by_depth(runs: Sequence[Run]) -> Figure | None:
                 depths |= set(moment.depths)
                 x = np.array([*moment.depths], dtype=float)
                 y = np.array([one.loss for one in moment.depths.values()])
-                color = color_of(j) if len(runs) == 1 else color_of(i)
-                p.line(x, y, label, color=color, dash=dash_of(i), marked=True)
+                color = plotting.colour(j) if len(runs) == 1 else plotting.colour(i)
+                p.line(x, y, label, color=color, dash=plotting.dash(i), marked=True)
                 if len(x) == 1 and np.isfinite(y[0]):  # no loop: a level to compare with
                     p.axes.axhline(y[0], color=color, linewidth=1, linestyle="--", zorder=1)
         for i, run in enumerate(runs):
             if run.nominal_depth and run.nominal_depth > 1 and not p.is_empty:
-                color = "#5b6770" if len(runs) == 1 else color_of(i)
+                color = plotting.GREY if len(runs) == 1 else plotting.colour(i)
                 p.axes.axvline(run.nominal_depth, color=color, linewidth=1, linestyle=":", zorder=1)
         if not p.is_empty:
-            depth_ticks(p.axes, sorted(depths))
+            plotting.loop_ticks(p.axes, sorted(depths))
         return finish(
             canvas,
             p,
@@ -117,14 +116,14 @@ def over_training(
                 steps, values = column(run.telemetry if telemetry else run.train, key)
                 label = run.name if len(runs) > 1 else None
                 if not telemetry and len(values) > 2 * SMOOTH_FRACTION:
-                    p.line(steps, values, color=color_of(i), faint=True)
+                    p.line(steps, values, color=plotting.colour(i), faint=True)
                     values = smooth(values, len(values) // SMOOTH_FRACTION)
-                p.line(steps, values, label, color=color_of(i), dash=dash_of(i))
+                p.line(steps, values, label, color=plotting.colour(i), dash=plotting.dash(i))
                 if label is None and len(values):
                     p.said.append(f"from {values[0]:.3g} to {values[-1]:.3g}")
             p.log_if_wide()
             if key == "spectral_radius" and not p.is_empty:
-                p.axes.axhline(1.0, color="#b3261e", linewidth=1, linestyle="--")
+                p.axes.axhline(1.0, color=plotting.RED, linewidth=1, linestyle="--")
             return finish(canvas, p, name, look)
 
     return draw
@@ -141,13 +140,15 @@ def several_over_training(
             for i, run in enumerate(runs):
                 for j, (key, what) in enumerate(keys.items()):
                     steps, values = column(run.telemetry if telemetry else run.train, key)
-                    color = color_of(j if alone else i)
+                    color = plotting.colour(j if alone else i)
                     if not telemetry and len(values) > 2 * SMOOTH_FRACTION:
                         if alone:
                             p.line(steps, values, color=color, faint=True)
                         values = smooth(values, len(values) // SMOOTH_FRACTION)
                     said = what if alone else f"{run.name}, {what}"
-                    if p.line(steps, values, said, color=color, dash="-" if alone else DASHES[j]):
+                    if p.line(
+                        steps, values, said, color=color, dash="-" if alone else plotting.DASHES[j]
+                    ):
                         colors[run.name] = color
             p.log_if_wide()
             if not alone and not p.is_empty:
@@ -172,7 +173,10 @@ def learning_rates(runs: Sequence[Run]) -> Figure | None:
                 j = groups.index(group)
                 said = group if alone else f"{run.name}, {group}"
                 # Groups with the same rate lie on each other: dashes let both be seen.
-                color, dash = color_of(j if alone else i), DASHES[j % len(DASHES)]
+                color, dash = (
+                    plotting.colour(j if alone else i),
+                    plotting.DASHES[j % len(plotting.DASHES)],
+                )
                 if p.line(*column(rates, group), said, color=color, dash=dash):
                     colors[run.name] = color
         if not alone and not p.is_empty:

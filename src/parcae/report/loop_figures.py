@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from parcae import plotting
 from parcae.config import ModelConfig
-from parcae.report.canvas import Figure, color_of, dash_of, finish, panel
+from parcae.report.canvas import Figure, finish, panel
 from parcae.report.figures import Draw, over_training, several_over_training
 from parcae.report.runs import Run
 from parcae.report.series import number, numbers
@@ -23,8 +24,8 @@ def per_loop(name: str, title: str, unit: str, key: str, look: str) -> Draw:
                 for line, label, is_last in _first_and_last(runs, run):
                     values = numbers(line.get(key))
                     loops = np.arange(1, len(values) + 1, dtype=float)
-                    color = color_of(int(is_last)) if len(runs) == 1 else color_of(i)
-                    p.line(loops, values, label, color=color, dash=dash_of(i), marked=True)
+                    color = plotting.colour(int(is_last)) if len(runs) == 1 else plotting.colour(i)
+                    p.line(loops, values, label, color=color, dash=plotting.dash(i), marked=True)
             p.log_if_wide()
             return finish(canvas, p, name, look)
 
@@ -43,10 +44,10 @@ def block_norms(runs: Sequence[Run]) -> Figure | None:
                 )
                 names = block_names(run.config, len(prelude), len(first))
                 places = max(places, names, key=len)
-                color = color_of(int(is_last)) if len(runs) == 1 else color_of(i)
+                color = plotting.colour(int(is_last)) if len(runs) == 1 else plotting.colour(i)
                 values = np.concatenate((prelude, first))
                 x = np.arange(len(values), dtype=float)
-                p.line(x, values, label, color=color, dash=dash_of(i), marked=True)
+                p.line(x, values, label, color=color, dash=plotting.dash(i), marked=True)
         p.log_if_wide()
         if not p.is_empty:
             p.axes.set_xticks(range(len(places)), places, rotation=40, ha="right", fontsize=8)

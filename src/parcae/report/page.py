@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from parcae import plotting
 from parcae.files import atomic_path, write_text
-from parcae.report.canvas import Figure, color_of
+from parcae.report.canvas import Figure
 from parcae.report.figures import TRAINING
 from parcae.report.loop_figures import LOOP
 from parcae.report.runs import Measured, Run
@@ -23,6 +24,7 @@ from parcae.report.text import (
     decimal,
     duration,
     flatten,
+    flops,
     percent,
     plain_value,
     short,
@@ -131,8 +133,8 @@ def _spent(runs: Sequence[Run]) -> list[list[str]]:
         ["Parameters", *(whole(run.parameters) for run in runs)],
         ["Steps", *(whole(run.amount("steps")) for run in runs)],
         ["Tokens", *(short(run.amount("tokens")) for run in runs)],
-        ["FLOPs, nominal", *(short(run.amount("flops")) for run in runs)],
-        ["FLOPs, executed", *(short(run.amount("executed_flops")) for run in runs)],
+        ["FLOPs, nominal", *(flops(run.amount("flops")) for run in runs)],
+        ["FLOPs, executed", *(flops(run.amount("executed_flops")) for run in runs)],
         ["Time", *(duration(run.amount("seconds")) for run in runs)],
         ["Tokens per second, median", *(short(run.typical("tokens_per_second")) for run in runs)],
         ["Share of the device's peak", *(percent(run.typical("peak_fraction")) for run in runs)],
@@ -245,7 +247,11 @@ def details(runs: Sequence[Run]) -> str:
 def _introduction(index: int, run: Run, count: int) -> str:
     known = ("finished", "diverged", "interrupted")
     kind = f" {run.status}" if run.status in known else ""
-    dot = f'<span class="dot" style="background:{color_of(index)}"></span>' if count > 1 else ""
+    dot = (
+        f'<span class="dot" style="background:{plotting.colour(index)}"></span>'
+        if count > 1
+        else ""
+    )
     name = f"<b>{escape(run.name)}</b> · " if count > 1 else ""
     return (
         f'<p class="run">{dot}{name}<span class="badge{kind}">{escape(run.status)}</span> '

@@ -13,7 +13,11 @@ NONE = "–"
 
 
 def short(value: float) -> str:
-    return NONE if math.isnan(value) else console.short(value)
+    return NONE if math.isnan(value) else console.format_count(value)
+
+
+def flops(value: float) -> str:
+    return NONE if math.isnan(value) else console.format_flops(value)
 
 
 def whole(value: float) -> str:
@@ -31,13 +35,7 @@ def percent(value: float) -> str:
 def duration(seconds: float) -> str:
     if math.isnan(seconds):
         return NONE
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    if minutes:
-        return f"{minutes} min {rest} s"
-    return f"{seconds:.3g} s"
+    return console.format_duration(seconds)
 
 
 def plain_value(value: Any) -> str:

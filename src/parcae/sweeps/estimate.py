@@ -65,7 +65,9 @@ def estimate(
     if found.device_flops is None:
         return Estimate({}, "unknown: the device's speed is not known; give --device-flops")
     rate = share * found.device_flops
-    how = f"at {share:.0%} of {console.short(found.device_flops)}FLOP/s of one {found.device}"
+    how = (
+        f"at {share:.0%} of {console.format_si(found.device_flops, 'FLOP/s')} of one {found.device}"
+    )
     return Estimate({run.name: _seconds(run, rate) for run in runs}, how)
 
 

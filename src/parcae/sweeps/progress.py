@@ -14,14 +14,13 @@ from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import Job
 from parcae.sweeps.plan import PlannedRun
 from parcae.sweeps.run_state import outcome_of
-from parcae.training.display import clock
 
 SECONDS_BETWEEN_LOOKS = 1.0
 ENOUGH = 0.01
 """Share of the work after which the time left is told from the pace so far."""
 
 
-class Watch(console.LiveBar):
+class Watch(console.LiveProgress):
     def __init__(
         self,
         folder: SweepFolder,
@@ -51,20 +50,20 @@ class Watch(console.LiveBar):
         again = f", attempt {attempt}" if attempt > 1 else ""
         at = last_step(job.run)
         behind = f" (had come to step {at}{again})" if at else again
-        self.say(f"started   {job.name}{behind}{self._outlook()}")
+        self.print(f"started   {job.name}{behind}{self._outlook()}")
 
     def ended(self, job: Job, failure: str | None) -> None:
         self.active.pop(job.name, None)
         if failure is not None:
             self.failed[job.name] = failure
             self.folder.note_failure(job.name, failure)
-            self.say(f"failed    {job.name}: {failure} See {job.log}")
+            self.print(f"failed    {job.name}: {failure} See {job.log}")
         elif outcome_of(job.run).stage == "finished":
             self.done.add(job.name)
             self.folder.collect(self.runs)
-            self.say(f"finished  {job.name}{self._outlook()}")
+            self.print(f"finished  {job.name}{self._outlook()}")
         else:
-            self.say(f"stopped   {job.name}")
+            self.print(f"stopped   {job.name}")
 
     def waiting(self) -> None:
         now = self._clock()
@@ -98,8 +97,12 @@ class Watch(console.LiveBar):
         behind, before = self._behind(), self._behind(start=True)
         took = self._clock() - self._started
         if behind > before + ENOUGH:
-            return f"about {clock(took * (1 - behind) / (behind - before))} left"
-        return None if self.expected is None else f"about {clock(self.expected)} left"
+            return f"about {console.format_duration(took * (1 - behind) / (behind - before))} left"
+        return (
+            None
+            if self.expected is None
+            else f"about {console.format_duration(self.expected)} left"
+        )
 
     def _outlook(self) -> str:
         """For plain lines; the bar has its own."""

@@ -78,7 +78,8 @@ class Corpora:
         size = sum(record.bytes for store in stores for record in store.records)
         if size >= WORTH_SAYING_BYTES:
             say(
-                f"Checking {console.short(size)}B of shards (data.verify = false leaves it out) ..."
+                f"Checking {console.format_bytes(size)} of shards "
+                "(data.verify = false omits this) ..."
             )
         for store in stores:
             for _ in store.verify(rank, processes):
@@ -155,7 +156,7 @@ def _tokenise(
         validation_fraction=recipe.data.validation_fraction,
     )
     if not (folder / MANIFEST).exists():
-        say(f"Tokenising {source} ({console.short(work.source_bytes)}B) ...")
+        say(f"Tokenising {source} ({console.format_bytes(work.source_bytes)}) ...")
     prepare(work, folder)
 
 

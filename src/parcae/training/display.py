@@ -11,23 +11,23 @@ from rich.text import Text
 
 from parcae import console
 
-SECONDS_BETWEEN_LINES = 10.0
-
 
 class TimeLeft(ProgressColumn):
     """From the share of the run that is done, which the clock may decide instead of the steps."""
 
     def render(self, task: Task) -> Text:
         left = task.fields.get("left")
-        return Text("" if left is None else f"{clock(left)} left", style="cyan")
+        return Text(
+            "" if left is None else f"{console.format_duration(round(left))} left", style="cyan"
+        )
 
 
-class Display(console.LiveBar):
+class Display(console.LiveProgress):
     """A bar on a terminal; elsewhere a line now and then. Only the first process shows one."""
 
     def __init__(self, shown: bool) -> None:
         super().__init__(TimeLeft(), TextColumn("[bold]{task.fields[numbers]}"), shown=shown)
-        self._printed = -SECONDS_BETWEEN_LINES
+        self._printed = -console.SECONDS_BETWEEN_LINES
         self._task = self._progress.add_task("training", total=1.0, numbers="")
 
     def update(self, step: int, done: float, seconds: float, numbers: Mapping[str, Any]) -> None:
@@ -38,7 +38,7 @@ class Display(console.LiveBar):
         loss = numbers["loss"]
         words = (
             f"loss {loss:.3f}  |g| {numbers['gradient_norm']:.2f}  T {numbers['mean_depth']:.1f}  "
-            f"{console.short(numbers['tokens_per_second'])} tok/s"
+            f"{console.format_count(numbers['tokens_per_second'])} tok/s"
         )
         if numbers.get("peak_fraction") is not None:
             words += f"  {numbers['peak_fraction']:.0%} of peak"
@@ -48,12 +48,7 @@ class Display(console.LiveBar):
             )
             return
         now = time.monotonic()
-        if now > self._printed + SECONDS_BETWEEN_LINES or done >= 1:
+        if now > self._printed + console.SECONDS_BETWEEN_LINES or done >= 1:
             self._printed = now
-            eta = "" if left is None else f"  {clock(left)} left"
-            self.say(f"step {step}  {done:4.0%}{eta}  {words}")
-
-
-def clock(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+            eta = "" if left is None else f"  {console.format_duration(round(left))} left"
+            self.print(f"step {step}  {done:4.0%}{eta}  {words}")

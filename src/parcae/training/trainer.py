@@ -28,7 +28,7 @@ from parcae.training.budget import flops_per_step, tokens_per_step
 from parcae.training.checkpoint import Checkpoints
 from parcae.training.corpora import Corpora, open_corpora
 from parcae.training.determinism import deterministic
-from parcae.training.display import Display, clock
+from parcae.training.display import Display
 from parcae.training.distributed import Processes, processes
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
@@ -51,7 +51,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
             try:
                 stack.enter_context(exclusive(out))
                 (run_folder.go_on if resume else run_folder.begin)(out, recipe)
-                open_corpora(recipe, out, display.say)
+                open_corpora(recipe, out, display.print)
             except (ConfigError, FileError) as error:
                 problem = error
         workers.share(problem)
@@ -70,7 +70,7 @@ def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, An
 def _damage(corpora: Corpora, workers: Processes, display: Display) -> FileError | None:
     """What is wrong with this process's part of the shards, if anything."""
     try:
-        corpora.verify(workers.rank, workers.size, display.say)
+        corpora.verify(workers.rank, workers.size, display.print)
     except FileError as error:
         return error
     return None
@@ -203,7 +203,7 @@ class Run:
 
     def _event(self, what: str, message: str) -> None:
         self._write("event", what=what, message=message)
-        self.display.say(f"step {self.learner.step}: {what}: {message}")
+        self.display.print(f"step {self.learner.step}: {what}: {message}")
 
     def _look(self) -> None:
         seen = self.learner.look()
@@ -222,7 +222,7 @@ class Run:
             "validation", losses={t: loss.loss for t, loss in losses.items()}, bits_per_byte=bits
         )
         words = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
-        self.display.say(f"step {self.learner.step}  held-out loss  {words}")
+        self.display.print(f"step {self.learner.step}  held-out loss  {words}")
         nominal = losses[self.recipe.model.loop.nominal_loops].loss
         improved = nominal < self.best_loss
         if improved:
@@ -247,11 +247,11 @@ class Run:
         """Go on from the newest checkpoint that is whole; without any, from the beginning."""
         found = self.checkpoints.latest()
         if found is None:
-            self.display.say(f"{self.out}: no checkpoint yet, so it starts again.")
+            self.display.print(f"{self.out}: no checkpoint yet, so it starts again.")
             return
         step, problems = found
         for problem in problems:
-            self.display.say(f"{problem} Going back to step {step}.")
+            self.display.print(f"{problem} Going back to step {step}.")
         learner = self.learner
         state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
         learner.restore(step, state)
@@ -275,7 +275,7 @@ class Run:
         length = (
             f"{recipe.budget.minutes:g} minutes"
             if learner.total is None
-            else f"{learner.total:,} steps, {console.short(learner.total * tokens)} tokens"
+            else f"{learner.total:,} steps, {console.format_count(learner.total * tokens)} tokens"
         )
         if recipe.budget.at_most_minutes is not None:
             length += f", at most {recipe.budget.at_most_minutes:g} minutes"
@@ -285,23 +285,23 @@ class Run:
             if recipe.model.architecture == "looped"
             else "a Transformer"
         )
-        self.display.say(
-            f"{console.short(count)} parameters, {loops}; {length}; {self.workers.device.type} "
-            f"in {str(learner.dtype).removeprefix('torch.')}"
+        self.display.print(
+            f"{console.format_count(count)} parameters, {loops}; {length}; "
+            f"{self.workers.device.type} in {str(learner.dtype).removeprefix('torch.')}"
             + (f", {self.workers.size} processes" if self.workers.size > 1 else "")
             + f"; into {self.out}"
         )
         if learner.step:
             finished = ", its end: nothing is left to do" if self.done >= 1 else ""
-            self.display.say(f"Resumed at step {learner.step}{finished}.")
+            self.display.print(f"Resumed at step {learner.step}{finished}.")
         warmup = recipe.schedule.warmup_steps
         if learner.total is not None and warmup > learner.total:
-            self.display.say(
+            self.display.print(
                 f"The warm-up of {warmup:,} steps is longer than the run: its learning rates are "
                 "never reached. See schedule.warmup_steps."
             )
         if not learner.can_validate:
-            self.display.say(
+            self.display.print(
                 "No row of documents is held out, so there is no validation: see "
                 "data.validation_fraction."
             )
@@ -341,15 +341,16 @@ class Run:
         where = f"step {saved[-1]}" if saved else "nothing"
         early = self.learner.total is not None and self.learner.step < self.learner.total
         limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
+        duration = console.format_duration(self.seconds)
         words = {
-            "finished": f"Finished in {clock(self.seconds)}{limit if early else ''}: {self.out}",
+            "finished": f"Finished in {duration}{limit if early else ''}: {self.out}",
             "interrupted": f"Stopped at step {self.learner.step}; saved. Go on with: {resume}",
             "diverged": f"Gave up at step {self.learner.step}: no finite loss or gradient for "
             f"{self.recipe.run.bad_steps_in_a_row} steps. {diagnosis} Saved: {where}.",
         }
         if status == "diverged":
             self._event("diverged", str(diagnosis))
-        self.display.say(words[status])
+        self.display.print(words[status])
 
     def close(self) -> None:
         self.checkpoints.close()

@@ -1,0 +1,46 @@
+"""Ticks of figures: few, round, and inside the axis."""
+
+from __future__ import annotations
+
+import pytest
+
+from parcae import plotting
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1.3e4, 9e4, ["15k", "20k", "30k", "40k", "50k", "70k"]),
+        (1e9, 3e11, ["1B", "3B", "10B", "30B", "100B", "300B"]),
+        (2.0, 11.0, ["2", "3", "4", "5", "7", "10"]),
+        (0.87, 16.0, ["1", "2", "5", "10"]),
+        (1e3, 1e9, ["1k", "10k", "100k", "1M", "10M", "100M", "1B"]),
+    ],
+)
+def test_count_ticks(low: float, high: float, labels: list[str]) -> None:
+    with plotting.figure() as (canvas, axes):
+        axes.set(yscale="log", ylim=(low, high))
+        plotting.count_ticks(axes.yaxis)
+        canvas.canvas.draw()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        assert [label.get_text() for tick, label in ticks if low <= tick <= high * 1.001] == labels
+
+
+def test_a_narrow_axis_still_has_two_ticks() -> None:
+    with plotting.figure() as (canvas, axes):
+        axes.set(yscale="log", ylim=(2.1e9, 2.6e9))
+        plotting.count_ticks(axes.yaxis)
+        canvas.canvas.draw()
+        assert sum(2.1e9 <= tick <= 2.6e9 for tick in axes.get_yticks()) >= 2
+
+
+def test_loops_that_are_too_close_get_one_tick() -> None:
+    with plotting.figure() as (_, axes):
+        axes.plot([1, 2, 8, 9, 16], [5, 4, 3, 2, 1])
+        plotting.loop_ticks(axes, [1, 2, 8, 9, 16])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "8", "16"]
+
+
+def test_curves_beyond_the_palette_differ_by_their_dashes() -> None:
+    looks = {(plotting.colour(index), plotting.dash(index)) for index in range(32)}
+    assert len(looks) == 32
