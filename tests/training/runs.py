@@ -96,5 +96,14 @@ def clean_processes() -> Any:
     return context
 
 
+def compute_in_float64() -> None:
+    """Let this process make weights, and compute everything, in float64.
+
+    The model computes some things in float32 whatever its weights are, by `Tensor.float()`.
+    """
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double
+
+
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
     return recipe_from_tree(merge(plain_recipe(recipe), changes))

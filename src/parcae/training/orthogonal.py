@@ -28,15 +28,15 @@ _MARGIN = 1.02
 _EPS = 1e-6
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where it is fast; most CPUs multiply float32 faster."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def default_dtype(x: Tensor) -> torch.dtype:
+    """bfloat16 on CUDA; elsewhere the tensor's own: most CPUs multiply float32 faster."""
+    return torch.bfloat16 if x.device.type == "cuda" else x.dtype
 
 
 def orthogonalise(stack: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Approximately U V^T of every matrix in [N, rows, cols]; in `dtype`, and returned in it."""
     rows, cols = stack.shape[-2:]
-    x = stack.to(default_dtype(stack.device) if dtype is None else dtype)
+    x = stack.to(default_dtype(stack) if dtype is None else dtype)
     if rows > cols:  # the products X X^T are smallest on the short side
         x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * _MARGIN + _EPS)
