@@ -68,6 +68,21 @@ def test_a_folder_is_held_by_one_process(tmp_path):
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+def test_the_lock_of_a_killed_process_is_free(tmp_path):
+    script = (
+        f"import time; from parcae.files import exclusive\nwith exclusive({str(tmp_path)!r}):\n"
+        "    print('locked', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    assert files.is_in_use(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not files.is_in_use(tmp_path)
+    with files.exclusive(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
 def test_a_sealed_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
     path = tmp_path / "record.json"
     files.write_sealed(path, {"parts": [{"tokens": 12}], "name": "x"})

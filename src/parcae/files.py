@@ -1,15 +1,16 @@
-"""The ground floor: writes that are whole or absent, checksums, locks."""
+"""Atomic writes, checksums, and locks of folders."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from filelock import FileLock, Timeout
 
 CHUNK_BYTES = 1 << 20
 
@@ -19,16 +20,16 @@ class FileError(OSError):
 
 
 class WriteError(FileError):
-    """The disk or the folder did not take what was written; the work itself is not at fault."""
+    """A file could not be written: a full disk, a missing permission."""
 
 
 class InUseError(FileError):
-    """Another process holds the folder."""
+    """Another process has locked the folder."""
 
 
 @contextlib.contextmanager
 def writing(path: str | Path, remedy: str = "") -> Iterator[None]:
-    """What the system says against writing, as an error that names the file."""
+    """Turn an `OSError` while writing into a `WriteError` that names the file."""
     try:
         yield
     except FileError:
@@ -39,8 +40,11 @@ def writing(path: str | Path, remedy: str = "") -> Iterator[None]:
 
 
 def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
-    """To a stream without a buffer: one with a buffer would try again what a full disk refused,
-    when it is closed, and the second error would hide the first."""
+    """Write all bytes to an unbuffered stream.
+
+    Unbuffered on purpose: when a full disk refuses a write, a buffered stream tries again when it
+    is closed, and the second error would hide the first.
+    """
     rest = memoryview(data)
     while rest:
         rest = rest[stream.write(rest) :]
@@ -48,7 +52,7 @@ def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
 
 @contextlib.contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """What the system says against reading, as an error that names the file."""
+    """Turn an `OSError` while reading into a `FileError` that names the file."""
     try:
         yield
     except FileError:
@@ -63,7 +67,7 @@ def reading(path: str | Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path`; on success it is flushed to disk and takes its name.
+    """A temporary path beside `path`; on success it is flushed to disk and renamed to `path`.
 
     A killed process leaves the old file, or none; never half of one.
     """
@@ -91,7 +95,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON: a NaN is refused, since most readers would choke on it."""
+    """Strict JSON: a NaN is an error, since most readers do not accept one."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
@@ -110,11 +114,11 @@ def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
 
 
 def read_sealed(path: str | Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` wrote, or an error: no key needs a check of its own after this."""
+    """What `write_sealed` wrote; an error if it was changed, so that keys need no further check."""
     value = read_json(path)
     seal = value.pop("seal", None) if isinstance(value, dict) else None
     if seal is None or seal != _seal(value):
-        raise FileError(f"{path}: changed since it was written, or not ours. {remedy}")
+        raise FileError(f"{path}: changed since it was written, or not by parcae. {remedy}")
     return value
 
 
@@ -133,30 +137,34 @@ def sha256(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def exclusive(folder: str | Path) -> Iterator[None]:
-    """Hold `folder` against other processes; the lock goes with the process, even a killed one."""
+    """Lock `folder` against other processes; the system frees the lock of a killed one.
+
+    The file `.lock` holds the process id of the owner and stays when the lock is released.
+    """
     folder = Path(folder)
     remedy = "Choose another folder."
+    path = folder / ".lock"
+    lock = FileLock(path, timeout=0, thread_local=False, fallback_to_soft=False)
     with writing(folder, remedy):
         if folder.is_file():
             raise FileError(f"{folder}: a file, not a folder. {remedy}")
         folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / ".lock").open("a+b", buffering=0)
-    with stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = _read_owner(stream)
+            locked = lock.acquire()
+        except Timeout:
             raise InUseError(
-                f"{folder}: another process{owner} is using it. Wait for it, or use another folder."
+                f"{folder}: another process{_owner(path)} is using it. "
+                "Wait for it, or use another folder."
             ) from None
-        with writing(folder, remedy):
+    with locked:
+        with writing(folder, remedy), path.open("r+b", buffering=0) as stream:
             stream.truncate(0)
             write_all(stream, str(os.getpid()).encode())
         yield
 
 
 def is_in_use(folder: str | Path) -> bool:
-    """Whether another process holds it right now."""
+    """Whether another process holds the folder's lock now."""
     try:
         with exclusive(folder):
             return False
@@ -164,14 +172,17 @@ def is_in_use(folder: str | Path) -> bool:
         return True
 
 
-def _read_owner(stream: IO[bytes]) -> str:
-    stream.seek(0)
-    owner = stream.read().decode("ascii", "replace").strip()
+def _owner(lock: Path) -> str:
+    """The owner's process id in brackets, where it can be read."""
+    try:
+        owner = lock.read_text("ascii", "replace").strip()
+    except OSError:
+        return ""
     return f" ({owner})" if owner else ""
 
 
 def flush(path: Path) -> None:
-    """A file's content, or a folder's list of names, is on the disk afterwards."""
+    """Force a file's content, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -31,11 +31,14 @@ class Registry:
     """Parts of one kind by name."""
 
     def __init__(self, kind: str, builtin: Mapping[str, str], reserved: Sequence[str] = ()) -> None:
-        """`builtin`: "module:attribute" by name. `reserved`: names that stand for no part."""
+        """`builtin`: "module:attribute" by name. `reserved`: names in use without a part."""
         self.kind = kind
         self._builtin = dict(builtin)
         self._reserved = tuple(reserved)
         self._registered: dict[str, Any] = {}
+        self._resolved: dict[str, Any] = {}
+        self.on_change: list[Callable[[], None]] = []
+        """Called after a name was registered, to forget what was computed from its part."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,10 +51,10 @@ class Registry:
     def __getitem__(self, name: str) -> Any:
         if name in self._registered:
             return self._registered[name]
-        if name not in self._builtin:
-            raise KeyError(name)
-        module, attribute = self._builtin[name].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        if name not in self._resolved:
+            module, attribute = self._builtin[name].split(":")
+            self._resolved[name] = getattr(importlib.import_module(module), attribute)
+        return self._resolved[name]
 
     def check(self, name: object, key: str) -> None:
         """Raise `ConfigError` about the setting `key` unless the name is known."""
@@ -77,6 +80,8 @@ class Registry:
 
         def add(part: T) -> T:
             self._registered[name] = part
+            for forget in self.on_change:
+                forget()
             return part
 
         return add if part is None else add(part)
@@ -104,10 +109,10 @@ SAMPLERS = Registry(
 OPTIMISERS = Registry(
     "optimiser",
     {
-        "muon-adamw": "parcae.training.optim:muon_adamw",
         "adamw": "parcae.training.optim:adamw",
         "adamw-atan2": "parcae.training.optim:adamw_atan2",
     },
+    reserved=("muon-adamw",),  # two optimisers, each for its own parameters
 )
 
 

@@ -140,7 +140,9 @@ def test_files_of_others_are_left_alone(tmp_path: Path, source: Path, tokenizer:
         prepare(work, folder)
     for name in ("progress.json", "manifest.json"):
         (folder / name).write_text("[1]")
-        with pytest.raises(FileError, match=f"{name}: changed since it was written, or not ours"):
+        with pytest.raises(
+            FileError, match=f"{name}: changed since it was written, or not by parcae"
+        ):
             prepare(work, folder)
     assert {name: (folder / name).read_text() for name in mine} == mine
 

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         config = _model({"model": {"preset": source}}, flags)
 
     from parcae.model import flops  # after the recipe, whose errors need not wait for it
-    from parcae.model.injection import INJECTIONS
+    from parcae.registry import INJECTIONS
 
     console.out.print(write_toml({"model": plain(config)}), markup=False, highlight=False)
     loop, cost = config.loop, flops.token_flops(config)

@@ -10,6 +10,9 @@ samplers, with mu the mean and mu_bwd the gradient loops of `LoopConfig`:
     lognormal-fill  n ~ Poisson(e^tau) + 1,              k = mu_bwd            Huginn's
                     tau ~ N(log(mu - mu_bwd) - s^2/2, s), s = 1/2
 
+Others are registered with `parcae.register_sampler`; they return `Depths`, or the loops of each
+sequence, of which the last mu_bwd then have gradient.
+
 `sample_rows` keys every draw by (seed, step, global row), so that one process and many train on
 the same depths.
 """
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import LOGNORMAL_SIGMA, LoopConfig
+from parcae.registry import SAMPLERS
 from parcae.rng import keyed_generator
 
 
@@ -179,19 +183,41 @@ def sample_rows(loop: LoopConfig, seed: int, step: int, rows: Sequence[int]) -> 
 def _draw(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
     if loop.is_fixed_depth:
         return Depths((1,) * rows, (1,) * rows)
-    mean, backprop = loop.mean_at(step), loop.gradient_loops
-    if loop.sampler == "fixed":
-        return Depths.truncated([max(1, round(mean))] * rows, backprop)
-    if loop.sampler in ("poisson", "poisson-full"):
-        loops = _poisson(torch.full((rows,), mean), generator).clamp(min=1).tolist()
-        return Depths.truncated(loops, max(loops) if loop.sampler == "poisson-full" else backprop)
-    rates = torch.full((rows,), mean - backprop)
-    if loop.sampler == "lognormal-fill":
-        center = math.log(mean - backprop) - LOGNORMAL_SIGMA**2 / 2
-        noise = torch.randn(rows, generator=generator)
-        rates = (center + LOGNORMAL_SIGMA * noise).exp()
-    no_grad_loops = _poisson(rates, generator) + (loop.sampler == "lognormal-fill")
-    return Depths(tuple((no_grad_loops + backprop).tolist()), (backprop,) * rows)
+    return as_depths(SAMPLERS[loop.sampler](loop, rows, generator, step), rows, loop)
+
+
+def poisson(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    return Depths.truncated(_poisson_loops(loop, rows, generator, step), loop.gradient_loops)
+
+
+def poisson_full(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    loops = _poisson_loops(loop, rows, generator, step)
+    return Depths.truncated(loops, max(loops))
+
+
+def fixed(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    return Depths.truncated([max(1, round(loop.mean_at(step)))] * rows, loop.gradient_loops)
+
+
+def poisson_fill(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    rates = torch.full((rows,), loop.mean_at(step) - loop.gradient_loops)
+    return _filled(_poisson(rates, generator), loop.gradient_loops)
+
+
+def lognormal_fill(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    center = math.log(loop.mean_at(step) - loop.gradient_loops) - LOGNORMAL_SIGMA**2 / 2
+    rates = (center + LOGNORMAL_SIGMA * torch.randn(rows, generator=generator)).exp()
+    return _filled(_poisson(rates, generator) + 1, loop.gradient_loops)
+
+
+def _poisson_loops(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> list[int]:
+    rates = torch.full((rows,), loop.mean_at(step))
+    return _poisson(rates, generator).clamp(min=1).tolist()
+
+
+def _filled(no_grad_loops: Tensor, gradient_loops: int) -> Depths:
+    total = (no_grad_loops + gradient_loops).tolist()
+    return Depths(tuple(total), (gradient_loops,) * len(total))
 
 
 def _poisson(rates: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,10 +17,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 from parcae.config import BlockShape, ModelConfig
 from parcae.model import build
 from parcae.model.blocks import GATE_CHANNELS
 from parcae.model.depth import Depths
+from parcae.model.init import Unfilled
+from parcae.model.injection import build_injection
+from parcae.registry import INJECTIONS
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,16 @@ def _block_entries(config: ModelConfig, shape: BlockShape, gated: bool) -> int:
 
 def _injection_entries(config: ModelConfig) -> tuple[int, int]:
     """Matrix entries of the injection: used once per forward, and once per loop."""
-    state = config.core_block.width
-    if config.injection == "diagonal":
-        return state * config.width, 0
-    if config.injection == "concatenation":
-        return state * config.width, state * state
-    return 0, 0
+    if config.architecture == "transformer":
+        return 0, 0
+    with torch.device("meta"), Unfilled():
+        return build_injection(config).matrix_entries()
+
+
+def _forget() -> None:
+    """A name may stand for another injection now."""
+    for function in (token_flops, parameter_count, core_parameter_count):
+        function.cache_clear()
+
+
+INJECTIONS.on_change.append(_forget)

@@ -7,8 +7,8 @@
 `scaled` (the RDM setup): everything N(0, 2 / 5d), out-projections divided by sqrt(2 * depth),
     depth counted with the core unrolled to its mean.
 
-The injection starts the same way in both: decay sqrt(1/5), B the identity (orthogonal if not
-square). The looped state h_0 is zero, or "like-init": truncated normal with the same std.
+An injection sets its own (`Injection.init_weights`), the same in both. The looped state h_0
+is zero, or "like-init": truncated normal with the same std.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Block
-from parcae.model.injection import ConcatenationInjection, DiagonalInjection
+from parcae.model.injection import Injection
 from parcae.rng import keyed_generator
-
-INITIAL_DECAY = math.sqrt(1 / 5)
 
 
 class Unfilled(TorchFunctionMode):
@@ -64,12 +62,9 @@ def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generat
         elif isinstance(module, Block):
             _init_block(module, config, generator)
             done(*(p for p in module.parameters() if p.ndim == 2))
-        elif isinstance(module, DiagonalInjection):
-            _init_diagonal(module, generator)
+        elif isinstance(module, Injection):
+            module.init_weights(projection_std(config.width), generator)
             done(*module.parameters())
-        elif isinstance(module, ConcatenationInjection):
-            nn.init.normal_(module.W, std=projection_std(config.width), generator=generator)
-            done(module.W)
         elif isinstance(module, nn.Embedding):
             is_value_table = name.startswith("value_tables")
             std = 1.0 if is_value_table else projection_std(config.width)
@@ -168,13 +163,3 @@ def _init_embedding(
         nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std, generator=generator)
     else:
         nn.init.normal_(weight, std=std, generator=generator)
-
-
-def _init_diagonal(injection: DiagonalInjection, generator: torch.Generator) -> None:
-    step = -math.log(INITIAL_DECAY)
-    nn.init.zeros_(injection.log_A)
-    nn.init.constant_(injection.dt_bias, math.log(math.expm1(step)))  # softplus of it is the step
-    if injection.B.shape[0] == injection.B.shape[1]:
-        nn.init.eye_(injection.B)
-    else:
-        nn.init.orthogonal_(injection.B, generator=generator)

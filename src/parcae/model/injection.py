@@ -12,53 +12,121 @@ and the choice of A_bar decides whether the state can blow up (the paper's stabi
     concatenation    W_1 of W = [W_1 W_2]         W_2        anything     unstable
 
 `prepare(e)` does once per forward what no loop changes: it discretises, and multiplies B e.
-`mix(h, ...)` is what is left for each loop.
+`mix(h, ...)` is what is left for each loop. Injections from outside the package are subclasses of
+`Injection`, registered by `parcae.register_injection`; see docs/extending.md.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import ModelConfig
+from parcae.registry import INJECTIONS
 
-Stability = Literal["stable", "marginally stable", "unstable"]
+Stability = Literal["stable", "marginally stable", "unstable", "not guaranteed"]
 
+INITIAL_DECAY = math.sqrt(1 / 5)
 _MAX_LOG_RATE = 20.0
 """exp(-exp(20)) is zero in every float format; a cap keeps its gradient from becoming inf * 0."""
 
 
 class Injection(nn.Module, ABC):
-    """x = A_bar h + B_bar e. Subclasses say what A_bar and B_bar are."""
+    """Base class of x = A_bar h + B_bar e, with which every loop begins.
 
-    stability: Stability
+    A subclass creates its parameters in `__init__`, calling `super().__init__(config)` first, and
+    defines `prepare` and `mix`. Everything else has a default: initial values, the matrices (from
+    which spectral radius and telemetry follow) and the count of FLOPs. AdamW optimises the
+    parameters, where the optimiser is `muon-adamw`.
+    """
+
+    stability: Stability = "not guaranteed"
     """What the parameterisation guarantees, whatever values it learns."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.width = config.width
+        """d_e: channels of e."""
+        self.state_width = config.core_block.width
+        """d_h: channels of h."""
 
     @abstractmethod
     def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
-        """(transition, drive): A_bar in the form `mix` wants, and B_bar e [B, S, d_h]."""
+        """(transition, drive) from e [B, S, d_e], once per forward.
+
+        `transition` is A_bar in the form `mix` needs; it must not depend on e. `drive` is usually
+        B_bar e [B, S, d_h]; it may have any number of channels.
+        """
 
     @abstractmethod
     def mix(self, h: Tensor, transition: Tensor, drive: Tensor) -> Tensor:
-        """x = A_bar h + drive."""
+        """x = A_bar h + drive [B, S, d_h], from the state h [B, S, d_h], in every loop."""
 
-    @abstractmethod
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Set every parameter. The default: matrices N(0, std^2), vectors zero.
+
+        `std` is sqrt(2 / 5 d_e), the scale of the model's other projections.
+        """
+        for parameter in self.parameters():
+            if parameter.ndim >= 2:
+                nn.init.normal_(parameter, std=std, generator=generator)
+            else:
+                nn.init.zeros_(parameter)
+
     def transition_matrix(self) -> Tensor:
-        """A_bar, dense [d_h, d_h]."""
+        """A_bar, dense [d_h, d_h].
 
-    @abstractmethod
+        The default applies the injection to unit vectors, with e = 0. This is exact where x is
+        linear in h; one that is not should return its linearisation.
+        """
+        h = torch.eye(self.state_width, **self._like())[None]
+        prepared = self.prepare(h.new_zeros(1, self.state_width, self.width))
+        return (self.mix(h, *prepared) - self.mix(torch.zeros_like(h), *prepared))[0].T
+
     def input_matrix(self) -> Tensor:
-        """B_bar, dense [d_h, d_e]."""
+        """B_bar, dense [d_h, d_e]; by default from unit vectors, with h = 0."""
+        e = torch.eye(self.width, **self._like())[None]
+        h = e.new_zeros(1, self.width, self.state_width)
+        x = self.mix(h, *self.prepare(e)) - self.mix(h, *self.prepare(torch.zeros_like(e)))
+        return x[0].T
+
+    @torch.no_grad()
+    def matrix_entries(self) -> tuple[int, int]:
+        """Matrix entries that a token is multiplied with: once per forward, and in every loop.
+
+        FLOPs are counted from them (see `model/flops.py`). The default counts the matrix products
+        that `prepare` and `mix` execute for one more token.
+        """
+        (once, each_loop), (twice, each_loop_twice) = self._product_flops(1), self._product_flops(2)
+        return (twice - once) // 2, (each_loop_twice - each_loop) // 2
 
     @torch.no_grad()
     def spectral_radius(self) -> float:
         """Largest |eigenvalue| of A_bar."""
         eigenvalues = torch.linalg.eigvals(self.transition_matrix().cpu().double())
         return eigenvalues.abs().max().item()
+
+    def _product_flops(self, tokens: int) -> tuple[int, int]:
+        """FLOPs of the matrix products in `prepare` and in `mix`."""
+        from torch.utils.flop_counter import FlopCounterMode
+
+        e = torch.zeros(1, tokens, self.width, **self._like())
+        h = torch.zeros(1, tokens, self.state_width, **self._like())
+        with FlopCounterMode(display=False) as preparing:
+            prepared = self.prepare(e)
+        with FlopCounterMode(display=False) as mixing:
+            self.mix(h, *prepared)
+        return preparing.get_total_flops(), mixing.get_total_flops()
+
+    def _like(self) -> dict[str, Any]:
+        """Device and type of the parameters."""
+        parameter = next(self.parameters(), torch.empty(0))
+        return {"device": parameter.device, "dtype": parameter.dtype}
 
 
 def log_softplus(x: Tensor) -> Tensor:
@@ -102,12 +170,21 @@ class DiagonalInjection(Injection):
     stability = "stable"
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.core_block.width
+        super().__init__(config)
         self.discretise = DISCRETISATIONS[config.discretisation]
-        self.log_A = nn.Parameter(torch.empty(width))
-        self.dt_bias = nn.Parameter(torch.empty(width))
-        self.B = nn.Parameter(torch.empty(width, config.width))
+        self.log_A = nn.Parameter(torch.empty(self.state_width))
+        self.dt_bias = nn.Parameter(torch.empty(self.state_width))
+        self.B = nn.Parameter(torch.empty(self.state_width, self.width))
+
+    def init_weights(self, std: float, generator: torch.Generator) -> None:
+        """Decay sqrt(1/5); B the identity, or orthogonal if it is not square."""
+        step = -math.log(INITIAL_DECAY)
+        nn.init.zeros_(self.log_A)
+        nn.init.constant_(self.dt_bias, math.log(math.expm1(step)))  # softplus of it is the step
+        if self.state_width == self.width:
+            nn.init.eye_(self.B)
+        else:
+            nn.init.orthogonal_(self.B, generator=generator)
 
     def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
         decay, gain = self.discretise(self.log_A, self.dt_bias)
@@ -126,6 +203,9 @@ class DiagonalInjection(Injection):
     def input_matrix(self) -> Tensor:
         return self.discretise(self.log_A, self.dt_bias)[1][:, None] * self.B
 
+    def matrix_entries(self) -> tuple[int, int]:
+        return self.state_width * self.width, 0
+
     @torch.no_grad()
     def spectral_radius(self) -> float:
         return self.decay().max().item()
@@ -137,9 +217,8 @@ class ConcatenationInjection(Injection):
     stability = "unstable"
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.state_width = config.core_block.width
-        self.W = nn.Parameter(torch.empty(self.state_width, self.state_width + config.width))
+        super().__init__(config)
+        self.W = nn.Parameter(torch.empty(self.state_width, self.state_width + self.width))
 
     def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
         return self.transition_matrix(), F.linear(e, self.input_matrix())
@@ -153,15 +232,14 @@ class ConcatenationInjection(Injection):
     def input_matrix(self) -> Tensor:
         return self.W[:, self.state_width :]
 
+    def matrix_entries(self) -> tuple[int, int]:
+        return self.state_width * self.width, self.state_width * self.state_width
+
 
 class AdditionInjection(Injection):
     """x = h + e."""
 
     stability = "marginally stable"
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.width = config.width
 
     def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
         return e.new_ones(1), e
@@ -175,16 +253,12 @@ class AdditionInjection(Injection):
     def input_matrix(self) -> Tensor:
         return torch.eye(self.width)
 
+    def matrix_entries(self) -> tuple[int, int]:
+        return 0, 0
+
     def spectral_radius(self) -> float:
         return 1.0
 
 
-INJECTIONS: dict[str, type[Injection]] = {
-    "diagonal": DiagonalInjection,
-    "concatenation": ConcatenationInjection,
-    "addition": AdditionInjection,
-}
-
-
 def build_injection(config: ModelConfig) -> Injection:
-    return INJECTIONS[config.injection](config)  # pyright: ignore[reportCallIssue]
+    return INJECTIONS[config.injection](config)

@@ -3,7 +3,8 @@
     attention q, k, v, out; MLP fc, proj                                         Muon
     embeddings, value tables and their gates, head, norms, injection, readout    AdamW
 
-A SwiGLU's `fc` holds two matrices, [gate; up]; as in the authors' release it is one to Muon.
+Any other kind is one optimiser for all of them; `parcae.register_optimiser` adds some. A SwiGLU's
+`fc` holds two matrices, [gate; up]; as in the authors' release it is one to Muon.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from parcae.config import ConfigError
 from parcae.model.blocks import Block
+from parcae.registry import OPTIMISERS
 from parcae.training.adamw_atan2 import AdamWAtan2, new_moments
 from parcae.training.muon import Muon
 from parcae.training.schedule import Factors
@@ -27,7 +30,8 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 def assign(model: nn.Module, kind: str) -> dict[str, Named]:
-    """Every parameter, by name, in exactly one of the groups "adamw", "muon", "adamw-atan2"."""
+    """Every parameter, by name, by the optimiser that takes it: "adamw" and "muon" for
+    "muon-adamw", else all to `kind`."""
     named = list(model.named_parameters())
     if kind != "muon-adamw":
         return {kind: named}
@@ -78,7 +82,7 @@ class Optimiser:
                     group["momentum"] = factors.momentum
                     group["weight_decay"] = config.muon_weight_decay * factors.weight_decay
                     continue
-                group["lr"] = config.lr * factors.lr
+                group["lr"] = group["base_lr"] * factors.lr
                 if kind == "adamw-atan2":  # torch's AdamW multiplies by the learning rate itself
                     group["weight_decay"] = group["full_weight_decay"] * factors.lr
             member.step()
@@ -114,15 +118,58 @@ def _make(
             weight_decay=config.muon_weight_decay,
             process_group=group,
         )
-    betas = (config.beta1, config.beta2)
-    if kind == "adamw-atan2":
-        return AdamWAtan2(_decaying(parameters, config), lr=config.lr, betas=betas)
+    optimiser = OPTIMISERS[kind](_decaying(parameters, config), config)
+    _create_state(optimiser, kind)
+    for part in optimiser.param_groups:
+        part["base_lr"] = part["lr"]
+    return optimiser
+
+
+def adamw(groups: list[dict[str, Any]], config: OptimiserConfig) -> Optimizer:
+    """PyTorch's AdamW, fused where the device has it."""
+    parameters = [p for group in groups for p in group["params"]]
     fused = all(p.device.type in _FUSED_DEVICES for p in parameters)
-    groups = _decaying(parameters, config)
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    betas = (config.beta1, config.beta2)
+    optimiser = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
     for p in parameters:
-        adamw.state[p] = new_moments(p)
-    return adamw
+        optimiser.state[p] = new_moments(p)
+    return optimiser
+
+
+def adamw_atan2(groups: list[dict[str, Any]], config: OptimiserConfig) -> Optimizer:
+    return AdamWAtan2(groups, lr=config.lr, betas=(config.beta1, config.beta2))
+
+
+@torch.no_grad()
+def _create_state(optimiser: Optimizer, kind: str) -> None:
+    """Let an optimiser that creates its state in its first step create it now, as zeros.
+
+    It takes one step with zero gradients and a learning rate of zero; only the state remains.
+    """
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    if all(optimiser.state.get(p) for p in parameters):
+        return
+    weights = [p.clone() for p in parameters]
+    rates = [group["lr"] for group in optimiser.param_groups]
+    for group in optimiser.param_groups:
+        group["lr"] = 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimiser.step()
+    for group, lr in zip(optimiser.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for p, before in zip(parameters, weights, strict=True):
+        p.copy_(before)
+        p.grad = None
+        state = {slot: value for slot, value in optimiser.state[p].items() if value is not None}
+        for slot, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"optimiser.kind: {kind!r} has the state {slot} = {value!r}, which a "
+                    "checkpoint cannot hold. Keep it as a tensor."
+                )
+            value.zero_()
+        optimiser.state[p] = state
 
 
 def _decaying(parameters: list[nn.Parameter], config: OptimiserConfig) -> list[dict[str, Any]]:
