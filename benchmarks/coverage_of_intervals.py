@@ -1,6 +1,6 @@
 """Do 90 % intervals hold the truth 90 % of the time? Fits of made-up runs, whose truth is known.
 
-    python benchmarks/coverage_of_intervals.py [--draws 200] [--replicas 200] [--noise 1]
+    python benchmarks/coverage_of_intervals.py [--draws 200] [--samples 200] [--noise 1]
 
 Each draw makes the paper's grid anew from its coefficients with fresh noise, fits the law, and asks
 whether the true losses (at runs of the grid, the held-out models, and beyond) and the true optimal
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parcae.experiments import paper_runs as paper
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws import paper
 from parcae.laws.bootstrap import bootstrap, interval
-from parcae.laws.design import Design, design_of
-from parcae.laws.fit import fit
+from parcae.laws.fit import fit_law
 from parcae.laws.forms import TRAINING, UNIFIED, Law
-from parcae.laws.optimum import frontier, training_part
+from parcae.laws.isoflop import frontier, training_part
+from parcae.laws.model_runs import ModelRuns, runs_of_model
 
 LOSSES_AT = {
     "parcae-140m": ((2, 1e9), (8, 4e9), (12, 6e9), (4, 1e10), (8, 11.2e9), (8, 29.6e9), (16, 6e10)),
@@ -50,21 +50,21 @@ class Coverage:
     """For the record: the same of x and y, which are nearly collinear with X, Y and E."""
 
 
-def measure(model: str, law: Law, draws: int, replicas: int, noise: float = 1.0) -> Coverage:
+def measure(model: str, law: Law, draws: int, samples: int, noise: float = 1.0) -> Coverage:
     truth = dict(paper.COEFFICIENTS[model])
     if law is TRAINING:  # it learns losses at T = mu, where the decay has not quite ended
         truth["E"] += paper.TEST_TIME["Z"] * np.exp(-paper.TEST_TIME["z"])
     losses, loops, exponents, errors = [], [], [], []
     for draw in range(draws):
         size = model.partition("-")[2]
-        design = design_of(paper_table((size,), seed=10_000 + draw, noise=noise), model)
-        rows = design.training() if law is TRAINING else design.learns
-        found = fit(law, design.points.take(rows))
-        values = bootstrap(found, replicas, seed=draw).values
-        losses.append(_losses_covered(design, truth, values))
-        loops.append([_loops_covered(design, truth, values, one) for one in BUDGETS[model]])
+        runs = runs_of_model(paper_table((size,), seed=10_000 + draw, noise=noise), model)
+        rows = runs.training() if law is TRAINING else runs.fitted
+        found = fit_law(law, runs.points.take(rows))
+        values = bootstrap(found, samples, seed=draw).values
+        losses.append(_losses_covered(runs, truth, values))
+        loops.append([_loops_covered(runs, truth, values, one) for one in BUDGETS[model]])
         exponents.append([_inside(values[name], truth[name]) for name in ("x", "y")])
-        at = design.shape.points(paper.HELD_OUT_LOOPS, paper.TOKENS[size])
+        at = runs.shape.points(paper.HELD_OUT_LOOPS, paper.TOKENS[size])
         predicted = TRAINING.predict(training_part(found.values), at)
         errors.append(np.log(predicted / TRAINING.predict(truth, at))[0])
     error = float(np.sqrt(np.mean(np.square(errors))))
@@ -72,19 +72,19 @@ def measure(model: str, law: Law, draws: int, replicas: int, noise: float = 1.0)
 
 
 def _losses_covered(
-    design: Design, truth: dict[str, float], values: dict[str, np.ndarray]
+    runs: ModelRuns, truth: dict[str, float], values: dict[str, np.ndarray]
 ) -> list[bool]:
-    at = design.shape.points(*zip(*LOSSES_AT[design.model], strict=True))
+    at = runs.shape.points(*zip(*LOSSES_AT[runs.model], strict=True))
     true = TRAINING.predict(truth, at)
     drawn = TRAINING.predict(training_part(values), at)
     return [_inside(drawn[:, place], true[place]) for place in range(len(true))]
 
 
 def _loops_covered(
-    design: Design, truth: dict[str, float], values: dict[str, np.ndarray], flops: float
+    runs: ModelRuns, truth: dict[str, float], values: dict[str, np.ndarray], flops: float
 ) -> bool:
-    true = float(frontier(truth, design.shape, flops)[0][0])
-    return _inside(frontier(values, design.shape, flops)[0], true)
+    true = float(frontier(truth, runs.shape, flops)[0][0])
+    return _inside(frontier(values, runs.shape, flops)[0], true)
 
 
 def _inside(drawn: np.ndarray, true: float) -> bool:
@@ -95,15 +95,13 @@ def _inside(drawn: np.ndarray, true: float) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--replicas", type=int, default=200)
+    parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--noise", type=float, default=1.0)
     arguments = parser.parse_args()
-    print(
-        f"{arguments.draws} draws, {arguments.replicas} replicas each, noise x {arguments.noise:g}"
-    )
+    print(f"{arguments.draws} draws, {arguments.samples} samples each, noise x {arguments.noise:g}")
     for model in BUDGETS:
         for law in (TRAINING, UNIFIED):
-            found = measure(model, law, arguments.draws, arguments.replicas, arguments.noise)
+            found = measure(model, law, arguments.draws, arguments.samples, arguments.noise)
             print(f"\n{model}, {law.name}")
             print(f"  losses   {found.losses.mean():.3f}  {np.round(found.losses, 3)}")
             print(f"  loops    {found.loops.mean():.3f}  {np.round(found.loops, 3)}")

@@ -28,15 +28,11 @@ from scipy.optimize import minimize
 
 from parcae.console import track
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws.design import design_of
-from parcae.laws.fit import Search, descend, objective, random_starts
+from parcae.laws.fit import DELTA, EVERY_START, Objective, descend, random_starts
 from parcae.laws.forms import CHINCHILLA, TRAINING, UNIFIED, Law
-from parcae.laws.lbfgs import Tolerance
-from parcae.laws.objective import DELTA, Objective
-from parcae.laws.points import Points, points
+from parcae.laws.model_runs import Points, points, runs_of_model
 
 STARTS = 500
-TOLERANCE = Tolerance()
 
 
 def data_sets() -> dict[str, tuple[Law, Points]]:
@@ -46,10 +42,10 @@ def data_sets() -> dict[str, tuple[Law, Points]]:
         found["Chinchilla, 240 points"] = (CHINCHILLA, chinchilla_points(Path(folder)))
     table = paper_table()
     for model in ("parcae-140m", "parcae-370m"):
-        design = design_of(table, model)
-        found[f"{model}, training"] = (TRAINING, design.points.take(design.training()))
-    design = design_of(table, "parcae-140m")
-    found["parcae-140m, unified"] = (UNIFIED, design.points.take(design.learns))
+        runs = runs_of_model(table, model)
+        found[f"{model}, training"] = (TRAINING, runs.points.take(runs.training()))
+    runs = runs_of_model(table, "parcae-140m")
+    found["parcae-140m, unified"] = (UNIFIED, runs.points.take(runs.fitted))
     return found
 
 
@@ -95,10 +91,10 @@ def plain_function(problem: Objective) -> Callable[[np.ndarray], tuple[float, np
 def scipy_loop(problem: Objective, starts: np.ndarray) -> float:
     function = plain_function(problem)
     options = {
-        "maxiter": TOLERANCE.rounds,
-        "maxfun": 10 * TOLERANCE.rounds,
-        "ftol": TOLERANCE.decrease,
-        "gtol": TOLERANCE.slope,
+        "maxiter": EVERY_START.rounds,
+        "maxfun": 10 * EVERY_START.rounds,
+        "ftol": EVERY_START.decrease,
+        "gtol": EVERY_START.slope,
     }
     with np.errstate(all="ignore"):
         return min(
@@ -107,20 +103,20 @@ def scipy_loop(problem: Objective, starts: np.ndarray) -> float:
         )
 
 
-def ours(problem: Objective, starts: np.ndarray, halving: bool) -> float:
-    _, best = descend(problem, starts, Search(halving=halving, tolerance=TOLERANCE))
+def batched(problem: Objective, starts: np.ndarray, halving: bool) -> float:
+    _, best = descend(problem, starts, halving=halving)
     return float(best.values[0])
 
 
 CANDIDATES: dict[str, Callable[[Objective, np.ndarray], float]] = {
     "scipy": scipy_loop,
-    "batched, all to the end": lambda problem, starts: ours(problem, starts, halving=False),
-    "batched, halving": lambda problem, starts: ours(problem, starts, halving=True),
+    "batched, all to the end": lambda problem, starts: batched(problem, starts, halving=False),
+    "batched, halving": lambda problem, starts: batched(problem, starts, halving=True),
 }
 
 
 def measure(law: Law, data: Points, repetitions: int) -> dict[str, dict[str, float]]:
-    problem = objective(law, data, DELTA, None)
+    problem = Objective(law, data)
     seconds: dict[str, list[float]] = {name: [] for name in CANDIDATES}
     best: dict[str, float] = {}
     for repetition in range(repetitions):
@@ -146,9 +142,9 @@ def compare_draws(sets: dict[str, tuple[Law, Points]], draws: int) -> tuple[int,
     listed = list(sets.values())
     for draw in track(range(draws), "draws of starts", draws):
         law, data = listed[draw % len(listed)]
-        problem = objective(law, data, DELTA, None)
+        problem = Objective(law, data)
         starts = random_starts(problem, STARTS, np.random.default_rng(1000 + draw))
-        excess = ours(problem, starts, True) / ours(problem, starts, False) - 1
+        excess = batched(problem, starts, True) / batched(problem, starts, False) - 1
         worse += excess > 1e-9
         most = max(most, excess)
     return worse, float(most)

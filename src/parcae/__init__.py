@@ -8,6 +8,8 @@
     parcae.save(model, "folder")
     parcae.load("folder")                            # or a run, or a checkpoint of a run
     parcae.generate(model, ids, new_tokens=64)       # or parcae.Engine(model, tokenizer)
+    laws = parcae.fit("runs.csv")                    # scaling laws of a table of runs
+    parcae.predict(laws, flops=1e19)                 # loops and tokens for a training budget
 
 Heavy modules are imported when a name is first used.
 """
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from parcae.files import FileError
     from parcae.infer.engine import Engine
     from parcae.infer.generate import generate
+    from parcae.laws.analysis import fit
+    from parcae.laws.predict import predict
     from parcae.model import create
     from parcae.model.depth import Depths
     from parcae.model.store import save
@@ -38,9 +42,11 @@ __all__ = [
     "LoopConfig",
     "ModelConfig",
     "create",
+    "fit",
     "generate",
     "load",
     "open_checkpoint",
+    "predict",
     "preset",
     "save",
 ]
@@ -55,9 +61,11 @@ _HOME = {
     "LoopConfig": "config",
     "ModelConfig": "config",
     "create": "model",
+    "fit": "laws.analysis",
     "generate": "infer.generate",
     "load": "runs",
     "open_checkpoint": "runs",
+    "predict": "laws.predict",
     "preset": "presets",
     "save": "model.store",
 }

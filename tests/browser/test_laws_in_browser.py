@@ -8,7 +8,7 @@ import pytest
 from test_report_in_browser import BROWSER, title_in_browser
 
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws.analysis import Effort, run_study
+from parcae.laws.analysis import fit
 from parcae.laws.page import write_page
 from parcae.laws.predict import recommend
 
@@ -28,8 +28,8 @@ PROBE = """
 
 @pytest.mark.parametrize("width", [1280, 500])
 def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width):
-    study = run_study(paper_table(("370m",)), Effort(starts=60, unified_starts=60, draws=40))
-    page = write_page(study, tmp_path / "laws.html")
+    result = fit(paper_table(("370m",)), starts=60, unified_starts=60, bootstrap_samples=40)
+    page = write_page(result, tmp_path / "laws.html")
     page.write_text(page.read_text().replace("</main>", f"</main>{PROBE}"))
     said = title_in_browser(page, width, tmp_path)
     overflow, dots = map(int, re.match(r"overflow (-?\d+) dots (\d+)", said).groups())
@@ -38,7 +38,7 @@ def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width):
     flops, loops, loss = (
         float(n) for n in re.search(r"For (\S+) FLOPs: ([\d.]+) .*?loss ([\d.]+)", said).groups()
     )
-    fitted = study.models["parcae-370m"].fitted
+    fitted = result.models["parcae-370m"]
     laws = {"training": fitted.laws["unified"]}  # the page uses the unified law's floor
     from dataclasses import replace
 

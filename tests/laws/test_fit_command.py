@@ -12,10 +12,10 @@ from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws import axis_ticks
 from parcae.laws import figures as plots
-from parcae.laws.analysis import Effort, run_study
+from parcae.laws.analysis import fit
 from parcae.laws.page import write_page
 from parcae.laws.summary import markdown
-from parcae.laws.table import table_from_rows, write_table
+from parcae.laws.table import write_table
 
 pytestmark = pytest.mark.slow
 
@@ -55,10 +55,10 @@ def test_everything_is_written(folder):
     for words in (
         "parcae-370m: E + X N(μ)^-x + Y D^-y",
         "Test-time forms",
-        "L∞ against the loss at T = μ",
-        "How the decay depends on μ",
-        "Looping against fixed depth",
-        "Runs no law has seen",
+        "Relative difference of L∞ and the loss at T = μ",
+        "Dependence of the decay on μ",
+        "Looping compared with fixed depth",
+        "Held-out runs",
         "Share of the gap to the next larger Transformer",
         "![isoloss](isoloss.png)",
     ):
@@ -82,7 +82,7 @@ def test_the_summary_holds_the_truth(folder):
     assert end_to_end["error"] == pytest.approx(0.0027, abs=5e-4)
     assert end_to_end["oracle_error"] < 5e-4
     assert all(row["best_loss"] < row["fixed_loss"] for row in one["fixed_depth"])
-    assert "lowest point lies above the grid" in " ".join(one["fitted"]["warnings"])
+    assert "its optimum is above the grid" in " ".join(one["fitted"]["warnings"])
 
 
 def test_answers_as_tables_and_as_json(folder, capsys):
@@ -91,7 +91,12 @@ def test_answers_as_tables_and_as_json(folder, capsys):
     everything += ["--test-loops", "4", "--tolerance", "0.001"]
     assert main([*fit, *everything]) == 0
     said = capsys.readouterr().out
-    for words in ("loops for 6.4e+19 FLOPs", "FLOPs for a loss of 2.7", "T = 4", "worth using"):
+    for words in (
+        "loops for 6.4e+19 FLOPs",
+        "FLOPs for a loss of 2.7",
+        "T = 4",
+        "within 0.1 % of its limit",
+    ):
         assert words in said
     assert main([*fit, *everything, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
@@ -103,10 +108,10 @@ def test_answers_as_tables_and_as_json(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "nothing is asked"),
-        (["--tolerance", "0.1"], "nothing is asked"),
-        (["--flops", "1e19", "--test-loops", "4"], "Give --loops and --tokens"),
-        (["--flops", "-1"], "not a positive number"),
+        ([], "no question given"),
+        (["--tolerance", "0.1"], "no question given"),
+        (["--flops", "1e19", "--test-loops", "4"], "Give loops and tokens"),
+        (["--flops", "-1"], "must be > 0"),
         (["--loss", "1"], "never reaches 1"),
         (["--flops", "1e19", "--model", "x"], "no 'x' in the fit"),
     ],
@@ -122,8 +127,8 @@ def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, mess
     ("words", "message"),
     [
         (["--draws", "3"], "too few for intervals"),
-        (["--starts", "0"], "Use at least 1"),
-        (["--seed", "-1"], "--seed: -1 is negative"),
+        (["--starts", "0"], "starts: must be >= 1"),
+        (["--seed", "-1"], "seed: must be >= 0, but is -1"),
     ],
 )
 def test_settings_that_cannot_work(folder, capsys, words, message):
@@ -150,14 +155,14 @@ def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):
     ]
     for one in rows:
         one["model"] = HOSTILE
-    study = run_study(table_from_rows(rows), Effort(starts=40, unified_starts=40, draws=0))
-    drawn = plots.draw_all(study, tmp_path)
-    text = markdown(study)
+    result = fit(rows, starts=40, unified_starts=40, bootstrap_samples=0)
+    drawn = plots.draw_all(result, tmp_path)
+    text = markdown(result)
     assert "<img" not in text
     assert "a\\|b" in text
-    assert HOSTILE not in write_page(study, tmp_path / "laws.html").read_text()
+    assert HOSTILE not in write_page(result, tmp_path / "laws.html").read_text()
     assert set(drawn) == {f"{n}.png" for n in FIGURES if n not in ("unified", "saturation")}
-    assert study.gaps == []
+    assert result.gap_shares == []
 
 
 @pytest.mark.parametrize(

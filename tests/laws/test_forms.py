@@ -10,8 +10,8 @@ import pytest
 from scipy.optimize import approx_fprime
 
 from parcae.laws import forms as laws
-from parcae.laws.objective import Objective, huber
-from parcae.laws.points import points
+from parcae.laws.fit import Objective, huber
+from parcae.laws.model_runs import points
 
 BY_HAND = {
     "training": lambda v, p: (
@@ -84,11 +84,11 @@ def test_derivatives_equal_finite_differences(law, some_points):
     theta = bound.from_plain(law.coordinates(values_of(law)))
     _, terms = bound.forward(theta)
     found = bound.derivatives(theta, terms)
-    for place in range(len(theta)):
+    for index in range(len(theta)):
         moved = theta.copy()
-        moved[place] += 1e-6
+        moved[index] += 1e-6
         expected = (bound.forward(moved)[0] - bound.forward(theta)[0]) / 1e-6
-        np.testing.assert_allclose(found[place], expected, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(found[index], expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
@@ -142,7 +142,7 @@ def test_rows_may_have_targets_of_their_own(some_points):
 def test_nothing_of_it_imports_torch():
     script = (
         "import sys, parcae.laws.analysis, parcae.laws.predict, parcae.laws.figures\n"
-        "import parcae.laws.page, parcae.laws.summary, parcae.laws.paper\n"
+        "import parcae.laws.page, parcae.laws.summary\n"
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith('parcae.model')]"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parcae.laws.fit import FitError
-from parcae.laws.isoflop import fit_parabolas, fit_power_law, replicas
+from parcae.laws.isoflop import bootstrap_parabolas, fit_parabolas, fit_power_law
+from parcae.laws.table import FitError
 
 LOOPS = np.array([2.0, 4, 6, 8, 10, 12])
 BUDGETS = np.array([1e18, 4e18, 16e18])
@@ -56,17 +56,17 @@ def test_three_points_make_no_parabola():
 
 
 @pytest.mark.slow
-def test_replicas_spread_as_the_noise_does():
+def test_bootstrap_samples_spread_as_the_noise_does():
     truth = 3 * (BUDGETS / 1e18) ** 0.4
-    anew = [fit_parabolas(*curves(noise=2e-3, seed=seed)) for seed in range(300)]
-    spread = np.std([[np.log(one.optimum) for one in found] for found in anew], axis=0)
+    repeated = [fit_parabolas(*curves(noise=2e-3, seed=seed)) for seed in range(300)]
+    spread = np.std([[np.log(one.optimum) for one in found] for found in repeated], axis=0)
     ratios = []
     for seed in range(20):
         data = curves(noise=2e-3, seed=seed)
-        drawn = replicas(fit_parabolas(*data), *data, draws=60)
-        optima = np.array([[one.optimum for one in replica] for replica in drawn])
+        drawn = bootstrap_parabolas(fit_parabolas(*data), *data, samples=60)
+        optima = np.array([[one.optimum for one in sample] for sample in drawn])
         ratios.append(np.log(optima).std(0) / spread)
     assert np.mean(ratios, 0) == pytest.approx(1.0, abs=0.2)
     exact = curves()
-    still = replicas(fit_parabolas(*exact), *exact, draws=5)
+    still = bootstrap_parabolas(fit_parabolas(*exact), *exact, samples=5)
     assert all(one.optimum == pytest.approx(t) for one, t in zip(still[0], truth, strict=True))

@@ -7,10 +7,10 @@ import pytest
 from scipy.optimize import minimize as scipys
 from scipy.optimize import rosen, rosen_der
 
-from parcae.laws.fit import Search, fit
+from parcae.laws.fit import Search, fit_law
 from parcae.laws.forms import TRAINING
-from parcae.laws.lbfgs import Tolerance, minimise
-from parcae.laws.points import points
+from parcae.laws.lbfgs import Schedule, minimise
+from parcae.laws.model_runs import points
 
 
 class Rows:
@@ -45,7 +45,7 @@ def quadratic(condition, shifts=None, size=6):
 
 def test_every_start_reaches_the_bottom_of_rosenbrocks_valley():
     starts = np.random.default_rng(1).uniform(-2, 2, (5, 60))
-    found = minimise(ROSENBROCK, starts, Tolerance(slope=1e-8, decrease=0))
+    found = minimise(ROSENBROCK, starts, Schedule(slope=1e-8, decrease=0))
     assert found.converged.all()
     for row in range(60):
         theirs = scipys(rosen, starts[:, row], jac=rosen_der, method="L-BFGS-B", tol=1e-14)
@@ -60,7 +60,7 @@ def test_every_start_reaches_the_bottom_of_rosenbrocks_valley():
 def test_rows_do_not_disturb_each_other():
     shifts = np.random.default_rng(2).uniform(-5, 5, (6, 40))
     starts = np.zeros((6, 40))
-    found = minimise(quadratic(1e3, shifts), starts, Tolerance(slope=1e-9, decrease=0))
+    found = minimise(quadratic(1e3, shifts), starts, Schedule(slope=1e-9, decrease=0))
     np.testing.assert_allclose(found.theta, shifts, atol=1e-6)
     assert found.converged.all()
     assert found.evaluations < 40 * found.rounds  # who is done leaves
@@ -68,8 +68,8 @@ def test_rows_do_not_disturb_each_other():
 
 def test_a_measured_curvature_saves_steps():
     starts = np.random.default_rng(3).standard_normal((6, 10))
-    plain = minimise(quadratic(1e6), starts, Tolerance(slope=1e-6, decrease=0))
-    known = minimise(quadratic(1e6), starts, Tolerance(slope=1e-6, decrease=0, measured=(0,)))
+    plain = minimise(quadratic(1e6), starts, Schedule(slope=1e-6, decrease=0))
+    known = minimise(quadratic(1e6), starts, Schedule(slope=1e-6, decrease=0, measured=(0,)))
     assert known.converged.all()
     assert plain.converged.all()
     assert known.rounds <= 4 < plain.rounds
@@ -98,7 +98,7 @@ def test_a_start_at_the_bottom_stays_there():
 
 def test_too_few_rounds_are_told_from_convergence():
     starts = np.random.default_rng(4).uniform(-2, 2, (5, 8))
-    found = minimise(ROSENBROCK, starts, Tolerance(rounds=5))
+    found = minimise(ROSENBROCK, starts, Schedule(rounds=5))
     assert not found.converged.any()
     assert found.rounds == 5
     assert np.isfinite(found.values).all()
@@ -128,7 +128,7 @@ def test_halving_follows_its_survivors_through_a_narrow_valley():
     loss = 1.0 + 1.6 * sizes**-0.045 + 724 * tokens**-0.479
     loss = loss * np.exp(np.random.default_rng(0).normal(0, 2e-3, loss.shape))
     at = points(loss=loss.ravel(), effective_params=sizes.ravel(), tokens=tokens.ravel())
-    halved = fit(TRAINING, at, Search(starts=100))
-    followed = fit(TRAINING, at, Search(starts=40, halving=False))
+    halved = fit_law(TRAINING, at, Search(starts=100))
+    followed = fit_law(TRAINING, at, Search(starts=40, halving=False))
     assert halved.objective <= followed.objective * (1 + 1e-6)
     assert halved.converged > 0.9

@@ -56,13 +56,13 @@ def test_a_misspelt_column_is_suggested():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": float("nan")}, r"'loss' is empty or not finite in row 2\. Remove or mend"),
+        ({"loss": float("nan")}, r"'loss' is empty or not finite in row 2\. Remove or correct"),
         ({"loss": ""}, "'loss' is empty or not finite in row 2"),
         ({"tokens": float("inf")}, "'tokens' is empty or not finite in row 2"),
-        ({"loss": -1.0}, r"'loss' is not positive in row 2\. Correct that row"),
-        ({"flops": 0}, "'flops' is not positive in row 2"),
-        ({"test_loops": 0.5}, "'test_loops' is below 1 in row 2"),
-        ({"loss": "three"}, r"'loss' is no number in row 2 \(such as 'three'\)"),
+        ({"loss": -1.0}, r"'loss' must be > 0, but is not in row 2\. Correct that row"),
+        ({"flops": 0}, "'flops' must be > 0, but is not in row 2"),
+        ({"test_loops": 0.5}, "'test_loops' must be >= 1, but is not in row 2"),
+        ({"loss": "three"}, r"'loss' is not a number in row 2 \(such as 'three'\)"),
         ({"test_loops": 2}, "rows 1, 2 measure the same run at the same test_loops"),
         ({"effective_params": 2e8}, "rows 1, 2 give 'm' at mean_loops 2 two values"),
     ],
@@ -81,7 +81,7 @@ def test_repeated_runs_are_told_apart_by_seed():
 
 
 def test_losses_that_are_all_equal_are_refused():
-    with pytest.raises(TableError, match="all 3 losses are 3, so nothing can be learnt"):
+    with pytest.raises(TableError, match="all 3 losses are 3, which determines no law"):
         table_from_rows([row(test_loops=t) for t in (1, 2, 3)])
 
 
@@ -99,10 +99,10 @@ def test_a_role_must_be_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "empty. The first line names the columns"),
+        ("", "empty. The first line must name the columns"),
         (",".join(COLUMNS) + "\n", "no rows"),
         (",".join(COLUMNS) + "\nm,2,1e9\n", "row 1 has 3 cells for 7 columns"),
-        (",".join([*COLUMNS, "loss"]) + "\n", "the column 'loss' is there twice"),
+        (",".join([*COLUMNS, "loss"]) + "\n", "the column 'loss' appears twice"),
     ],
 )
 def test_a_broken_file_is_refused(tmp_path, content, message):
@@ -122,7 +122,7 @@ def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(FileError, match="not a Parquet file"):
         read_table(tmp_path / "runs.parquet")
     (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FileError, match="not UTF-8"):
+    with pytest.raises(FileError, match="not encoded as UTF-8"):
         read_table(tmp_path / "runs.csv")
 
 
@@ -142,13 +142,17 @@ def test_empty_cells_do_not_tear_a_run_apart(tmp_path):
 
 def test_names_may_be_spelled_like_numbers_but_not_be_empty():
     assert table_from_rows([row(model="140", run=3), ROWS[2]]).models == ["140", "m"]
-    with pytest.raises(TableError, match=r"'model' is empty in row 2\. Name that row"):
+    with pytest.raises(TableError, match=r"'model' is empty in row 2\. Name the model of that row"):
         table_from_rows([row(), row(model=" ", loss=2.5)])
 
 
 @pytest.mark.parametrize(
     ("budget", "message"),
-    [("", "'budget' is empty or not finite"), ("big", "'budget' is no number"), (-1, "positive")],
+    [
+        ("", "'budget' is empty or not finite"),
+        ("big", "'budget' is not a number"),
+        (-1, "must be > 0"),
+    ],
 )
 def test_a_budget_is_a_number_in_every_row(budget, message):
     with pytest.raises(TableError, match=message):
@@ -157,5 +161,5 @@ def test_a_budget_is_a_number_in_every_row(budget, message):
 
 def test_a_file_that_only_looks_like_csv_is_refused(tmp_path):
     (tmp_path / "runs.csv").write_text('model,loss\n"' + "x" * 200_000 + '",1\n')
-    with pytest.raises(FileError, match="not CSV"):
+    with pytest.raises(FileError, match="not a CSV file"):
         read_table(tmp_path / "runs.csv")

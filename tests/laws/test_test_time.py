@@ -8,7 +8,7 @@ from scipy.optimize import least_squares
 
 from parcae.laws import test_time as module
 from parcae.laws.forms import EXPONENTIAL, PURE_POWER, TEST_TIME
-from parcae.laws.points import points
+from parcae.laws.model_runs import points
 from parcae.laws.test_time import compare_forms, fit_curves, recovery
 
 

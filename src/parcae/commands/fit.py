@@ -1,112 +1,114 @@
-"""`parcae fit`: every scaling law from a table of runs, with figures and a summary."""
+"""`parcae fit`: fit all scaling laws to a table of runs."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parcae.laws.analysis import Step, Study
+    from parcae.laws.analysis import FitResult
     from parcae.laws.table import Table
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "fit",
-        help="fit the scaling laws to a table of runs: parameters, intervals, figures",
-        epilog="The table has the columns model, mean_loops, tokens, flops, effective_params, "
-        "test_loops, loss; others are kept. docs/scaling-laws.md says more.",
+        help="fit scaling laws to a table of runs, with intervals and figures",
+        epilog="The table needs the columns model, mean_loops, tokens, flops, effective_params, "
+        "test_loops and loss; docs/scaling-laws.md describes them. From Python: parcae.fit.",
     )
     parser.add_argument(
-        "table", metavar="TABLE", type=Path, help=".csv or .parquet, or a sweep's folder"
+        "table",
+        metavar="TABLE",
+        type=Path,
+        help="table of runs, a .csv or .parquet file, or the folder of a sweep",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="(out/fit; of a sweep, fit in its folder)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for the results (default: out/fit; for a sweep, fit in its folder)",
     )
     parser.add_argument(
-        "--starts", type=int, default=500, metavar="N", help="random starts (%(default)s)"
+        "--starts",
+        type=int,
+        default=500,
+        metavar="N",
+        help="random starts of each law; unified laws use twice as many (default: %(default)s)",
     )
     parser.add_argument(
-        "--draws", type=int, default=200, metavar="N", help="bootstrap replicas; 0 for none"
+        "--bootstrap-samples",
+        "--draws",
+        type=int,
+        default=200,
+        metavar="N",
+        help="bootstrap samples for the intervals, 0 for no intervals (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--all-starts", action="store_true", help="follow every start to the end: slower, the same"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of starts and bootstrap samples (default: %(default)s)",
     )
-    parser.add_argument("--no-figures", action="store_true", help="numbers only")
+    parser.add_argument(
+        "--all-starts",
+        action="store_true",
+        help="follow every start to convergence instead of dropping the worse ones early; slower "
+        "(default: off)",
+    )
+    parser.add_argument(
+        "--no-figures", action="store_true", help="write no figures and no page (default: off)"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.config import require
-    from parcae.files import exclusive, write_text
-    from parcae.laws.analysis import Effort, run_study
-    from parcae.laws.fit_file import FIT_FILE, write_fit
-    from parcae.laws.summary import markdown
-    from parcae.laws.table import read_table
+    import parcae
+    from parcae.files import exclusive
+    from parcae.laws.table import as_table
 
-    require(arguments.starts >= 1, "--starts", f"{arguments.starts}: too few", "Use at least 1.")
-    require(arguments.seed >= 0, "--seed", f"{arguments.seed} is negative", "Use 0 or more.")
-    drawn = arguments.draws == 0 or arguments.draws >= 20
-    require(drawn, "--draws", f"{arguments.draws}: too few for intervals", "Use 20 or more, or 0.")
-    source, out = arguments.table, arguments.out
-    if source.is_dir():
-        source, out = source / "runs.csv", out or source / "fit"
-    table = read_table(source)
-    effort = Effort(
-        starts=arguments.starts,
-        unified_starts=2 * arguments.starts,
-        draws=arguments.draws,
-        halving=not arguments.all_starts,
-        seed=arguments.seed,
-    )
-    out = out or Path("out/fit")
-    with exclusive(out), _steps(table) as step:
-        study = run_study(table, effort, step)
-        write_fit(out / FIT_FILE, study.tree())
-        pictures = [] if arguments.no_figures else _draw(study, out, step)
-        write_text(out / "summary.md", markdown(study, pictures))
-    _tell(study, out, pictures)
+    table = as_table(arguments.table)
+    in_sweep = arguments.table / "fit" if arguments.table.is_dir() else Path("out/fit")
+    out = arguments.out or in_sweep
+    with exclusive(out), _progress_bar(table) as progress:
+        result = parcae.fit(
+            table,
+            starts=arguments.starts,
+            bootstrap_samples=arguments.bootstrap_samples,
+            halving=not arguments.all_starts,
+            seed=arguments.seed,
+            progress=progress,
+        )
+        files = result.save(out, figures=not arguments.no_figures, progress=progress)
+    _print(result, f"wrote {', '.join(files)} to {out}")
     return 0
 
 
-def _draw(study: Study, out: Path, step: Step) -> list[str]:
-    from parcae.laws.figures import draw_all
-    from parcae.laws.page import write_page
-
-    step("figures")
-    names = draw_all(study, out)
-    write_page(study, out / "laws.html")
-    return names
-
-
 @contextmanager
-def _steps(table: Table) -> Iterator[Step]:
-    """A bar with what is being done; silent where nobody watches."""
+def _progress_bar(table: Table) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal, advanced by the description of each step."""
     from parcae import console
-    from parcae.laws.analysis import STEPS
-    from parcae.laws.design import is_transformer
+    from parcae.laws.analysis import STEPS_PER_MODEL, looped_models
 
-    looped = [model for model in table.models if not is_transformer(model)]
     with console.progress() as display:
-        task = display.add_task("reading", total=STEPS * len(looped) + 1)
-        display.advance(task, -1)  # a step is told when it begins
+        total = STEPS_PER_MODEL * len(looped_models(table)) + 1
+        task = display.add_task("reading", total=total)
+        display.advance(task, -1)  # the first description starts the first step
         yield lambda text: display.update(task, description=text, advance=1)
 
 
-def _tell(study: Study, out: Path, pictures: list[str]) -> None:
+def _print(result: FitResult, last_line: str) -> None:
     from parcae import console
-    from parcae.laws.summary import notes, views
+    from parcae.laws.summary import notes, summary_tables
 
-    for view in views(study):
-        console.out.print(console.table(view.title, view.columns, view.rows))
-    for model, lines in notes(study).items():
+    for table in summary_tables(result):
+        console.out.print(console.table(table.title, table.columns, table.rows))
+    for model, lines in notes(result).items():
         for line in lines:
-            text = f"{model}: {line}" if not line.startswith(f"{model}:") else line
+            text = line if line.startswith(f"{model}:") else f"{model}: {line}"
             console.out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    files = ["fit.json", "summary.md", *(["laws.html"] if pictures else []), *pictures]
-    text = f"wrote {', '.join(files)} to {out}"
-    console.out.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.out.print(last_line, markup=False, highlight=False, soft_wrap=True)

@@ -1,129 +1,112 @@
-"""`parcae predict`: what a fit says about runs that nobody has made."""
+"""`parcae predict`: loops, tokens, losses and costs predicted by fitted laws."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parcae.laws.fit_file import FittedModel
-    from parcae.laws.predict import Estimate
+    from parcae.laws.bootstrap import Estimate
+    from parcae.laws.predict import Prediction
 
+QUESTIONS = ("model", "flops", "loss", "loops", "tokens", "test_loops", "tolerance")
 EXAMPLES = """
+examples:
   parcae predict --fit fit.json --flops 1e19                   loops and tokens for a budget
   parcae predict --fit fit.json --loops 8 --tokens 11e9        the loss of a run
   ... --test-loops 4                                           measured with 4 loops
-  ... --tolerance 0.001                                        loops that are worth using
-  parcae predict --fit fit.json --loss 2.9                     what a loss costs
+  ... --tolerance 0.001                                        loops needed at test time
+  parcae predict --fit fit.json --loss 2.9                     the FLOPs that reach a loss
+
+From Python: parcae.predict.
 """
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "predict",
-        help="ask a fit: loops and tokens for a budget, the loss of a run, the cost of a loss",
+        help="predict from fitted laws: loops and tokens for a budget, a loss, or its cost",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--fit", type=Path, required=True, metavar="fit.json")
-    parser.add_argument("--model", help="which, where the fit holds several")
-    parser.add_argument("--flops", type=float, metavar="C", help="a budget of training")
-    parser.add_argument("--loss", type=float, help="a loss to reach")
-    parser.add_argument("--loops", type=float, metavar="MU", help="mean loops in training")
-    parser.add_argument("--tokens", type=float, metavar="D", help="tokens of training")
-    parser.add_argument("--test-loops", type=float, metavar="T", help="loops at test time")
-    parser.add_argument(
+    add = parser.add_argument
+    add(
+        "--fit",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="fit.json of `parcae fit`, or its folder (required)",
+    )
+    add("--model", help="name of the model (default: the only one with laws)")
+    add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: not asked)")
+    add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: not asked)")
+    add("--loops", type=float, metavar="MU", help="mean loops of a training run; needs --tokens")
+    add("--tokens", type=float, metavar="D", help="training tokens of a run; needs --loops")
+    add(
+        "--test-loops",
+        type=float,
+        metavar="T",
+        help="loops at test time (default: the mean loops of the run)",
+    )
+    add(
         "--tolerance",
         type=float,
         metavar="SHARE",
-        help="of the loss: 0.001 is a tenth of a percent",
+        help="also print the test-time loops after which the loss is within this share of its "
+        "limit; 0.001 is 0.1 %% (default: not asked)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add("--json", action="store_true", help="print JSON instead of a table (default: off)")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     import json
 
-    from parcae.laws.fit_file import choose_model, plain, read_fit
+    import parcae
 
-    _check(arguments)
-    model = choose_model(read_fit(arguments.fit), arguments.model)
-    answers = _ask(model, arguments)
+    questions = {name: getattr(arguments, name) for name in QUESTIONS}
+    prediction = parcae.predict(arguments.fit, **questions)
     if arguments.json:
-        tree = {"model": model.model, **{name: plain(answer) for name, answer in answers.items()}}
-        print(json.dumps(tree, indent=2, allow_nan=False))
+        print(json.dumps(prediction.to_dict(), indent=2, allow_nan=False))
     else:
-        _tell(model, answers, arguments)
+        _print(prediction, arguments)
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    from parcae.config import require
-
-    run_given = arguments.loops is not None and arguments.tokens is not None
-    asked = arguments.flops is not None or arguments.loss is not None or run_given
-    require(asked, "predict", "nothing is asked", "Give --flops, --loss, or --loops with --tokens.")
-    for name in ("test_loops", "tolerance"):
-        require(
-            getattr(arguments, name) is None or run_given,
-            f"--{name.replace('_', '-')}",
-            "it is about a run",
-            "Give --loops and --tokens with it.",
-        )
-
-
-def _ask(model: FittedModel, arguments: argparse.Namespace) -> dict[str, Any]:
-    from parcae.laws import predict
-
-    answers: dict[str, Any] = {}
-    loops, tokens = arguments.loops, arguments.tokens
-    if arguments.flops is not None:
-        answers["recommendation"] = predict.recommend(model, arguments.flops)
-    if arguments.loss is not None:
-        answers["flops"] = predict.flops_needed(model, arguments.loss)
-    if loops is not None and tokens is not None:
-        answers["loss"] = predict.loss_at(model, loops, tokens, arguments.test_loops)
-        if arguments.tolerance is not None:
-            answers["worth"] = predict.loops_worth(model, loops, tokens, arguments.tolerance)
-    return answers
-
-
-def _tell(model: FittedModel, answers: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _print(prediction: Prediction, arguments: argparse.Namespace) -> None:
     from parcae import console
 
     rows: list[tuple[str, str, str]] = []
-    if best := answers.get("recommendation"):
+    if best := prediction.recommendation:
         rows += [
-            (f"loops for {best.flops:.3g} FLOPs", *_cells(best.loops, ".3g")),
+            (f"optimal loops for {best.flops:.3g} FLOPs", *_cells(best.loops, ".3g")),
             ("tokens", *_cells(best.tokens, ".4g")),
             ("loss", *_cells(best.loss, ".4f")),
             (
-                "as a whole number of loops",
+                "with a whole number of loops",
                 f"{best.whole_loops}, {best.whole_tokens:.4g} tokens, loss {best.whole_loss:.4f}",
                 "",
             ),
         ]
-        if also := best.by_parabolas:
+        if optimum := best.by_parabolas:
             rows += [
-                ("loops by the parabolas' power law", *_cells(also.loops, ".3g")),
-                ("tokens by the parabolas' power law", *_cells(also.tokens, ".4g")),
+                ("loops by the parabolas' power law", *_cells(optimum.loops, ".3g")),
+                ("tokens by the parabolas' power law", *_cells(optimum.tokens, ".4g")),
             ]
-    if need := answers.get("flops"):
-        text = f"FLOPs for a loss of {arguments.loss:g}"
-        rows.append((text, *_cells(need.estimate, ".3g")))
-    if loss := answers.get("loss"):
-        at = f"loss at {arguments.loops:g} loops, {arguments.tokens:.4g} tokens"
+    if needed := prediction.flops:
+        rows.append((f"FLOPs for a loss of {arguments.loss:g}", *_cells(needed.estimate, ".3g")))
+    if loss := prediction.loss:
+        run = f"loss at {arguments.loops:g} loops, {arguments.tokens:.4g} tokens"
         if arguments.test_loops is not None:
-            at += f", T = {arguments.test_loops:g}"
-        rows.append((at, *_cells(loss.estimate, ".4f")))
-    if worth := answers.get("worth"):
-        text = f"loops worth using (within {100 * arguments.tolerance:g} % of endless loops)"
+            run += f", T = {arguments.test_loops:g}"
+        rows.append((run, *_cells(loss.estimate, ".4f")))
+    if worth := prediction.worth:
+        share = f"{100 * arguments.tolerance:g} %"
+        text = f"test-time loops for a loss within {share} of its limit"
         rows.append((text, *_cells(worth.estimate, ".3g")))
-    console.out.print(console.table(model.model, ("", "value", "90 % interval"), rows))
-    notes = [note for answer in answers.values() for note in answer.notes]
-    for note in dict.fromkeys(notes):
+    console.out.print(console.table(prediction.model, ("", "value", "90 % interval"), rows))
+    for note in prediction.notes:
         console.out.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,17 +1,17 @@
-"""The table the paper's scaling sections rest on, made anew from its published coefficients.
+"""What the paper publishes about scaling, and a table of runs simulated from it.
 
     write_table("runs.csv", paper_table())
 
-The paper does not publish the losses of its runs. Here each run of its grids gets the loss its own
-law gives, with noise of the size of the paper's residuals; the end-to-end models keep the losses
-that were measured. So laws, figures and tables can be tried on data of the real shape, and what a
-fit finds can be held against what was put in.
+The paper does not publish the losses of its runs. Here each run of its grids gets the loss that
+the paper's law predicts, with noise of the size of the paper's residuals; the end-to-end models
+have the losses the paper measured. A fit of this table can be compared with the coefficients it
+was simulated from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -19,31 +19,84 @@ from typing import Any
 import numpy as np
 
 from parcae.config import ModelConfig
-from parcae.laws import forms as laws
-from parcae.laws import paper
-from parcae.laws.points import points
+from parcae.laws.forms import TRAINING, UNIFIED
+from parcae.laws.model_runs import points
 from parcae.laws.table import Table, table_from_rows
 from parcae.model import flops
 from parcae.presets import preset
 
+COEFFICIENTS: Mapping[str, Mapping[str, float]] = {
+    "parcae-140m": {"E": 2.662, "X": 522733.307, "x": 0.771, "Y": 25420.102, "y": 0.525},
+    "parcae-370m": {"E": 2.439, "X": 832134.346, "x": 0.775, "Y": 6386.865, "y": 0.448},
+}
+TEST_TIME: Mapping[str, float] = {"Z": 0.85, "z": 7.5}
+"""Not printed in the paper: derived from its 140M losses 3.28, 2.97, 2.95 at T = 1, 4, 8 (mu 8)."""
+
+BUDGETS: Mapping[str, tuple[float, ...]] = {
+    "parcae-140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18),
+    "parcae-370m": (32e18, 64e18, 128e18),
+}
+LOOPS = (2, 4, 6, 8, 10, 12)
+GRID_TEST_LOOPS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+"""T at which each run of the grid is measured for the unified law."""
+CURVE_TEST_LOOPS = tuple(range(1, 25))
+CURVE_TOKENS = 11.2e9
+"""Training tokens of the runs with test-time curves, one for each mu in LOOPS."""
+
+TOKENS: Mapping[str, float] = {"140m": 11.2e9, "370m": 29.6e9, "770m": 61.6e9, "1.3b": 104e9}
+HELD_OUT_LOOPS = 8
+HELD_OUT_TEST_LOOPS = tuple(range(1, 17))
+
+_PERPLEXITY = {
+    "parcae": {"140m": 19.06, "370m": 14.49, "770m": 12.49, "1.3b": 11.42},
+    "transformer": {"140m": 21.48, "370m": 15.79, "770m": 13.08, "1.3b": 11.95},
+}
+_CORE = {
+    "parcae": {
+        "140m": (14.04, 9.67),
+        "370m": (20.0, 12.75),
+        "770m": (25.07, 15.19),
+        "1.3b": (28.44, 17.08),
+    },
+    "transformer": {
+        "140m": (13.0, 8.8),
+        "370m": (17.46, 11.71),
+        "770m": (22.42, 14.2),
+        "1.3b": (25.45, 15.9),
+    },
+}
+
 NOISE = {"parcae-140m": 1e-3, "parcae-370m": 3e-4}
-"""Standard deviation of log loss from run to run. The paper's Huber losses of 0.44e-4 and 0.01e-4
-over 36 and 18 runs are what residuals of about 2e-3 and 3e-4 give, of which part is no noise but
-what the law does not describe."""
+"""Standard deviation of log loss between runs. The paper's Huber losses of 0.44e-4 and 0.01e-4 over
+36 and 18 runs correspond to residuals of about 2e-3 and 3e-4, part of which is not noise but
+misfit of the law."""
 NOISE_WITHIN = 1e-4
-"""The same of one run from T to T: the validation set is the same."""
+"""Standard deviation within one run, between T: the validation set is the same."""
+
+
+def measured_loss(family: str, size: str) -> float:
+    """Validation loss of the paper's end-to-end models: `parcae` at T = 8, `transformer`."""
+    return math.log(_PERPLEXITY[family][size])
+
+
+def core_scores(family: str, size: str) -> tuple[float, float]:
+    """Core and Core-Extended."""
+    return _CORE[family][size]
 
 
 def paper_table(
     sizes: tuple[str, ...] = ("140m", "370m"), seed: int = 0, noise: float = 1.0
 ) -> Table:
-    """Grids, baselines, test-time curves and end-to-end models of these sizes; `noise` scales."""
+    """Simulated grids, baselines, test-time curves and end-to-end models of these sizes.
+
+    `noise` scales the standard deviations.
+    """
     rng = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     for size in sizes:
         rows += _grid(f"parcae-{size}", rng, noise)
         rows += _curves(f"parcae-{size}", rng, noise)
-    for size in paper.TOKENS:
+    for size in TOKENS:
         rows += _end_to_end(size)
     return table_from_rows(rows, "the paper's grids")
 
@@ -61,18 +114,18 @@ def cost(model: str, loops: float) -> tuple[float, float]:
 
 
 def _grid(model: str, rng: np.random.Generator, noise: float) -> Iterator[dict[str, Any]]:
-    for budget in paper.BUDGETS[model]:
-        for loops in (1, *paper.LOOPS):
+    for budget in BUDGETS[model]:
+        for loops in (1, *LOOPS):
             tokens = budget / cost(model, loops)[1]
-            depths = (1,) if loops == 1 else paper.GRID_TEST_LOOPS
+            depths = (1,) if loops == 1 else GRID_TEST_LOOPS
             yield from _run(f"grid-{budget:g}-{loops}", model, loops, tokens, depths, rng, noise)
 
 
 def _curves(model: str, rng: np.random.Generator, noise: float) -> Iterator[dict[str, Any]]:
-    depths = paper.CURVE_TEST_LOOPS
-    for loops in paper.LOOPS:
+    depths = CURVE_TEST_LOOPS
+    for loops in LOOPS:
         name = f"curve-{loops}"
-        yield from _run(name, model, loops, paper.CURVE_TOKENS, depths, rng, noise)
+        yield from _run(name, model, loops, CURVE_TOKENS, depths, rng, noise)
 
 
 def _run(
@@ -93,9 +146,9 @@ def _run(
         test_loops=depths,
     )
     if loops == 1:
-        losses = laws.TRAINING.predict(paper.COEFFICIENTS[model], at)
+        losses = TRAINING.predict(COEFFICIENTS[model], at)
     else:
-        losses = laws.UNIFIED.predict({**paper.COEFFICIENTS[model], **paper.TEST_TIME}, at)
+        losses = UNIFIED.predict({**COEFFICIENTS[model], **TEST_TIME}, at)
     error = rng.normal(0, NOISE[model]) + rng.normal(0, NOISE_WITHIN, len(depths))
     losses = losses * np.exp(noise * error)
     for depth, loss in zip(depths, losses, strict=True):
@@ -103,15 +156,15 @@ def _run(
 
 
 def _end_to_end(size: str) -> Iterator[dict[str, Any]]:
-    """Measured at T = mu; around it the decay that `paper.TEST_TIME` describes."""
-    tokens, loops = paper.TOKENS[size], paper.HELD_OUT_LOOPS
-    scores = paper.core_scores("transformer", size)
-    name, loss = f"transformer-{size}", paper.measured_loss("transformer", size)
+    """The measured loss at T = mu, and the decay of `TEST_TIME` at other T."""
+    tokens, loops = TOKENS[size], HELD_OUT_LOOPS
+    scores = core_scores("transformer", size)
+    name, loss = f"transformer-{size}", measured_loss("transformer", size)
     yield _row("end-to-end", name, 1, tokens, 1, loss, cost(name, 1), scores)
-    name, loss = f"parcae-{size}", paper.measured_loss("parcae", size)
-    amplitude, rate = paper.TEST_TIME["Z"], paper.TEST_TIME["z"]
-    scores = paper.core_scores("parcae", size)
-    for depth in paper.HELD_OUT_TEST_LOOPS:
+    name, loss = f"parcae-{size}", measured_loss("parcae", size)
+    amplitude, rate = TEST_TIME["Z"], TEST_TIME["z"]
+    scores = core_scores("parcae", size)
+    for depth in HELD_OUT_TEST_LOOPS:
         more = amplitude * (math.exp(-rate * depth / loops) - math.exp(-rate))
         here = scores if depth == loops else None
         yield _row("end-to-end", name, loops, tokens, depth, loss + more, cost(name, loops), here)

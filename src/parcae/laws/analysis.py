@@ -1,55 +1,61 @@
-"""Everything that can be learnt from a table of runs, in one go.
+"""Fit every law to a table of runs, and save the result: `parcae.fit`.
 
-    study = run_study(read_table("runs.csv"))
-    study.models["parcae-140m"].fitted.laws["training"].values
+    result = parcae.fit("runs.csv")
+    law = result.models["parcae-140m"].laws["training"]
+    law.values, law.intervals, law.quality.r_squared
+    result.save("out/fit")            # fit.json, summary.md, figures, laws.html
 
-What the data does not carry is not fitted, and `not_fitted` says why.
+A law that the data do not determine is not fitted; `not_fitted` has the reason.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from parcae.laws import forms as laws
-from parcae.laws import isoflop as parabola
-from parcae.laws import test_time
-from parcae.laws.bootstrap import LEVEL, bootstrap, interval
-from parcae.laws.comparisons import (
-    Conditioning,
-    FixedDepth,
-    GapShare,
-    HeldOut,
-    against_fixed_depth,
-    conditioning,
-    gap_shares,
-    held_out,
+from parcae.config import ConfigError, require
+from parcae.files import FileError, read_sealed, write_sealed, write_text
+from parcae.laws import forms, isoflop, test_time
+from parcae.laws.bootstrap import (
+    LEVEL,
+    BootstrapSamples,
+    LawResult,
+    Quality,
+    assess,
+    interval,
+    leave_one_budget_out,
 )
-from parcae.laws.design import Design, design_of, is_transformer
-from parcae.laws.fit import Fit, FitError, Search, fit
-from parcae.laws.fit_file import FittedLaw, FittedModel
-from parcae.laws.quality import leave_one_budget_out, quality, warnings
-from parcae.laws.table import Table
-from parcae.laws.test_time import CurveFit, FormScore, Recovery
+from parcae.laws.fit import Search, fit_law
+from parcae.laws.forms import LAWS, Law
+from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
+from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
 
-Step = Callable[[str], None]
-"""Told what comes next, for a display of progress."""
-STEPS = 5
-"""Of each model."""
+Progress = Callable[[str], None]
+"""Called with a description when a step begins."""
+STEPS_PER_MODEL = 5
+MIN_BOOTSTRAP_SAMPLES = 20
+FORMAT = 1
+FIT_FILE, SUMMARY_FILE, PAGE_FILE = "fit.json", "summary.md", "laws.html"
+DIGITS = 9
+"""Significant digits of saved bootstrap samples: far below their spread."""
+REMEDY = "Write it again with `parcae fit`."
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How hard to look; the defaults are the paper's numbers of starts."""
+class FitSettings:
+    """The settings of a fit; the default numbers of starts are those of the paper."""
 
     starts: int = 500
     unified_starts: int = 1000
-    draws: int = 200
-    """Bootstrap replicas; 0 for none."""
+    bootstrap_samples: int = field(default=200, metadata={"json": "draws"})
+    """0 for no intervals."""
     halving: bool = True
     seed: int = 0
 
@@ -57,245 +63,358 @@ class Effort:
         return Search(starts=starts, seed=self.seed, halving=self.halving)
 
 
-@dataclass
-class ModelStudy:
-    """One model: what was fitted, and what follows."""
+@dataclass(kw_only=True)
+class ModelLaws:
+    """The laws of one model and all else that a prediction needs; this part is read from a file."""
 
-    design: Design
-    laws: dict[str, FittedLaw] = field(default_factory=dict)
-    power_laws: dict[str, parabola.PowerLaw] = field(default_factory=dict)
-    parabolas: dict[str, list[parabola.Parabola]] = field(default_factory=dict)
-    forms: list[FormScore] = field(default_factory=list)
-    curve_fits: list[CurveFit] = field(default_factory=list)
-    recovery: Recovery | None = None
-    conditionings: list[Conditioning] = field(default_factory=list)
-    fixed_depth: list[FixedDepth] = field(default_factory=list)
-    held_out: list[HeldOut] = field(default_factory=list)
+    model: str
+    shape: Shape
+    spans: dict[str, tuple[float, float]]
+    """Lowest and highest mean_loops, tokens, flops and test_loops of the fitted runs."""
+    laws: dict[str, LawResult] = field(default_factory=dict)
+    """By name of the law; with the suffix `/frozen` if the training law was frozen."""
+    power_laws: dict[str, isoflop.PowerLaw] = field(default_factory=dict)
+    """`loops` and `tokens`: optima of the parabolas against FLOPs."""
     warnings: list[str] = field(default_factory=list)
     not_fitted: dict[str, str] = field(default_factory=dict)
+    """By law: the reason."""
 
-    @property
-    def fitted(self) -> FittedModel:
-        seen = self.design.points.take(self.design.learns)
-        flops = self.design.flops[self.design.learns]
-        columns = {"mean_loops": seen.mean_loops, "tokens": seen.tokens, "flops": flops}
-        columns["test_loops"] = seen.test_loops
-        return FittedModel(
-            model=self.design.model,
-            shape=self.design.shape,
-            spans={k: (float(v.min()), float(v.max())) for k, v in columns.items() if len(v)},
-            laws=self.laws,
-            power_laws=self.power_laws,
-            warnings=self.warnings,
-            not_fitted=self.not_fitted,
+    def law(self, *names: str) -> LawResult:
+        """The first of these laws that was fitted."""
+        for name in names:
+            if name in self.laws:
+                return self.laws[name]
+        reason = next((self.not_fitted[name] for name in names if name in self.not_fitted), "")
+        raise ConfigError(
+            f"{self.model}: the law {names[0]!r} was not fitted. {reason or REMEDY}".strip()
         )
 
+
+@dataclass(kw_only=True)
+class ModelFit(ModelLaws):
+    """The laws of one model, the runs they were fitted to, and comparisons with measurements."""
+
+    runs: ModelRuns
+    parabolas: dict[str, list[isoflop.Parabola]] = field(default_factory=dict)
+    forms: list[test_time.FormScore] = field(default_factory=list)
+    curve_fits: list[test_time.CurveFit] = field(default_factory=list)
+    recovery: test_time.Recovery | None = None
+    conditionings: list[test_time.Conditioning] = field(default_factory=list)
+    fixed_depth: list[isoflop.FixedDepth] = field(default_factory=list)
+    held_out: list[test_time.HeldOut] = field(default_factory=list)
+
     @property
-    def power_intervals(self) -> dict[str, tuple[float, float]]:
-        """Of the exponents."""
-        return {n: interval(law.exponents()) for n, law in self.power_laws.items() if law.replicas}
-
-    @contextmanager
-    def trying(self, *names: str) -> Iterator[None]:
-        """What the data cannot carry becomes a reason instead of a fit."""
-        try:
-            yield
-        except FitError as error:
-            for name in names:
-                self.not_fitted[name] = str(error)
-
-
-@dataclass(frozen=True)
-class Study:
-    table: Table
-    models: dict[str, ModelStudy]
-    gaps: list[GapShare]
-    effort: Effort
-
-    def tree(self) -> dict[str, Any]:
-        """What fit.json holds."""
+    def power_law_intervals(self) -> dict[str, tuple[float, float]]:
+        """90 % intervals of the exponents."""
         return {
-            "data": {
-                "source": self.table.source,
-                "sha256": self.table.sha256,
-                "rows": len(self.table),
-            },
-            "effort": self.effort,
-            "level": LEVEL,
-            "models": {name: _model_tree(one) for name, one in self.models.items()},
-            "gap_shares": self.gaps,
+            name: interval(law.sample_exponents())
+            for name, law in self.power_laws.items()
+            if law.samples
         }
 
 
-def run_study(table: Table, effort: Effort | None = None, step: Step = lambda _: None) -> Study:
-    effort = effort or Effort()
-    models = {}
-    for name in table.models:
-        if not is_transformer(name):
-            models[name] = study_model(design_of(table, name), effort, step)
-    if not models:
-        raise FitError(f"{table.source}: no looped models, only Transformers. Add looped runs.")
-    if not any(one.laws or one.forms or one.parabolas for one in models.values()):
-        reasons = dict.fromkeys(text for one in models.values() for text in one.not_fitted.values())
-        raise FitError(f"{table.source}: no law can be fitted. {' '.join(reasons)}")
-    return Study(table, models, gap_shares(table), effort)
+@dataclass(frozen=True)
+class FitResult:
+    """All laws fitted to a table of runs."""
+
+    data: Table
+    models: dict[str, ModelFit]
+    gap_shares: list[GapShare]
+    settings: FitSettings
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per model, law and parameter, with its 90 % interval."""
+        rows = []
+        for model in self.models.values():
+            for name, law in model.laws.items():
+                intervals = law.intervals
+                for parameter, value in law.values.items():
+                    low, high = intervals.get(parameter, (None, None))
+                    row = {"model": model.model, "law": name, "parameter": parameter}
+                    rows.append({**row, "value": value, "low": low, "high": high})
+        return rows
+
+    def save(
+        self, folder: str | Path, *, figures: bool = True, progress: Progress = lambda _: None
+    ) -> list[str]:
+        """Write fit.json, summary.md and, with `figures`, the figures and laws.html.
+
+        Returns the names of the files, PNG figures only.
+        """
+        from parcae.laws.summary import markdown
+
+        folder = Path(folder)
+        write_sealed(folder / FIT_FILE, to_plain({"format": FORMAT, **_tree(self)}))
+        pages, pictures = [], []
+        if figures:
+            from parcae.laws.figures import draw_all
+            from parcae.laws.page import write_page
+
+            progress("figures")
+            pictures = draw_all(self, folder)
+            pages = [PAGE_FILE] if write_page(self, folder / PAGE_FILE) else []
+        write_text(folder / SUMMARY_FILE, markdown(self, pictures))
+        return [FIT_FILE, SUMMARY_FILE, *pages, *pictures]
 
 
-def study_model(design: Design, effort: Effort, step: Step) -> ModelStudy:
-    study = ModelStudy(design)
-    step(f"{design.model}: parabolas")
-    _parabolas(study, effort)
-    step(f"{design.model}: training law")
-    with study.trying("training"):
-        _training(study, effort)
-    step(f"{design.model}: test-time curves")
-    with study.trying("test-time"):
-        _test_time(study)
-    step(f"{design.model}: unified law")
-    with study.trying("unified"):
-        _unified(study, effort)
-    step(f"{design.model}: comparisons")
-    if design.learns.any():
-        study.fixed_depth = against_fixed_depth(design, study.laws.get("training"))
-    if "training" in study.laws:
-        study.held_out = held_out(design, study.laws["training"], study.laws.get("unified"))
-    return study
+def fit(
+    table: Any,
+    *,
+    starts: int = 500,
+    unified_starts: int | None = None,
+    bootstrap_samples: int = 200,
+    halving: bool = True,
+    seed: int = 0,
+    progress: Progress = lambda _: None,
+) -> FitResult:
+    """Fit all scaling laws to a table of runs.
 
-
-def _training(study: ModelStudy, effort: Effort) -> None:
-    design = study.design
-    design.check_training()
-    rows = design.training()
-    found = fit(laws.TRAINING, design.points.take(rows), effort.search(effort.starts))
-    left = leave_one_budget_out(
-        laws.TRAINING, found.points, design.budget[rows], effort.search(effort.starts)
+    `table` is a path (.csv, .parquet, or the folder of a sweep), a list of dicts, a dict of columns
+    or a DataFrame. Each law is fitted from `starts` random starts (unified laws from twice as many,
+    unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
+    are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
+    """
+    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", "Use the default, 500.")
+    require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
+    require(
+        bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,
+        "bootstrap_samples",
+        f"{bootstrap_samples} are too few for intervals",
+        f"Use {MIN_BOOTSTRAP_SAMPLES} or more, or 0 for no intervals.",
     )
-    study.laws["training"] = _keep(study, found, effort, left)
+    data = as_table(table)
+    unified_starts = 2 * starts if unified_starts is None else unified_starts
+    settings = FitSettings(starts, unified_starts, bootstrap_samples, halving, seed)
+    names = looped_models(data)
+    models = {name: fit_model(runs_of_model(data, name), settings, progress) for name in names}
+    if not models:
+        raise FitError(f"{data.source}: no looped models, only Transformers. Add looped runs.")
+    if not any(model.laws or model.forms or model.parabolas for model in models.values()):
+        reasons = dict.fromkeys(r for model in models.values() for r in model.not_fitted.values())
+        raise FitError(f"{data.source}: no law can be fitted. {' '.join(reasons)}")
+    return FitResult(data, models, gap_shares(data), settings)
 
 
-def _unified(study: ModelStudy, effort: Effort) -> None:
-    design = study.design
-    design.check_training()
-    design.check_test_time()
-    points = design.points.take(design.learns)
+def looped_models(table: Table) -> list[str]:
+    return [name for name in table.models if not is_transformer(name)]
+
+
+def fit_model(runs: ModelRuns, settings: FitSettings, progress: Progress) -> ModelFit:
+    """Fit all laws to the runs of one model, and compare them with its held-out runs."""
+    fitted = runs.points.take(runs.fitted)
+    columns = {"mean_loops": fitted.mean_loops, "tokens": fitted.tokens}
+    columns |= {"flops": runs.flops[runs.fitted], "test_loops": fitted.test_loops}
+    spans = {name: (float(v.min()), float(v.max())) for name, v in columns.items() if len(v)}
+    model = ModelFit(model=runs.model, shape=runs.shape, spans=spans, runs=runs)
+    progress(f"{runs.model}: parabolas")
+    _fit_parabolas(model, settings)
+    progress(f"{runs.model}: training law")
+    with _note_reason(model, "training"):
+        _fit_training(model, settings)
+    progress(f"{runs.model}: test-time curves")
+    with _note_reason(model, "test-time"):
+        _fit_test_time(model)
+    progress(f"{runs.model}: unified law")
+    with _note_reason(model, "unified"):
+        _fit_unified(model, settings)
+    progress(f"{runs.model}: comparisons")
+    training, unified = model.laws.get("training"), model.laws.get("unified")
+    if runs.fitted.any():
+        model.fixed_depth = isoflop.compare_fixed_depth(runs, training)
+    if training is not None:
+        model.held_out = test_time.predict_held_out(runs, training, unified)
+    return model
+
+
+@contextmanager
+def _note_reason(model: ModelFit, *names: str) -> Iterator[None]:
+    """Record why these laws were not fitted, instead of raising."""
+    try:
+        yield
+    except FitError as error:
+        model.not_fitted.update(dict.fromkeys(names, str(error)))
+
+
+def _fit_parabolas(model: ModelFit, settings: FitSettings) -> None:
+    runs, rows = model.runs, model.runs.training()
+    points, budget = runs.points.take(rows), runs.budget[rows]
+    model.warnings += runs.mixed_settings()
+    for name, where in (("loops", points.mean_loops), ("tokens", points.tokens)):
+        with _note_reason(model, f"parabolas in {name}"):
+            runs.check_losses()
+            parabolas = isoflop.fit_parabolas(where, points.loss, budget)
+            model.parabolas[name] = parabolas
+            if name == "loops":
+                model.warnings += isoflop.parabola_warnings(parabolas)
+            with _note_reason(model, f"power law of {name}"):
+                law = isoflop.fit_power_law(parabolas)
+                if count := settings.bootstrap_samples:
+                    samples = isoflop.bootstrap_parabolas(
+                        parabolas, where, points.loss, budget, count, settings.seed
+                    )
+                    law = isoflop.add_samples(law, samples)
+                    model.warnings += isoflop.power_law_warnings(name, law)
+                model.power_laws[name] = law
+
+
+def _fit_training(model: ModelFit, settings: FitSettings) -> None:
+    runs = model.runs
+    runs.check_training()
+    rows, search = runs.training(), settings.search(settings.starts)
+    law_fit = fit_law(forms.TRAINING, runs.points.take(rows), search)
+    left_out = leave_one_budget_out(forms.TRAINING, law_fit.points, runs.budget[rows], search)
+    result, messages = assess(law_fit, settings.bootstrap_samples, settings.seed, left_out)
+    model.laws["training"] = result
+    model.warnings += messages
+
+
+def _fit_test_time(model: ModelFit) -> None:
+    runs = model.runs
+    runs.check_test_time()
+    curves = runs.curves(np.ones(len(runs.points), dtype=bool), test_time.MIN_POINTS)
+    if not curves:
+        raise FitError(
+            f"{model.model}: no run was measured at {test_time.MIN_POINTS} or more test_loops, "
+            "which a curve of three parameters needs. Measure at more."
+        )
+    usable, messages = test_time.usable(curves)
+    model.warnings += messages
+    if not usable:
+        raise FitError(f"{model.model}: no curve changes with T. Check how losses were measured.")
+    model.forms, model.curve_fits = test_time.compare_forms(usable)
+    model.recovery = test_time.recovery(model.curve_fits)
+
+
+def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
+    runs = model.runs
+    runs.check_training()
+    runs.check_test_time()
+    points = runs.points.take(runs.fitted)
     if len(np.unique(points.test_loops)) < 3:
         raise FitError(
-            f"{design.model}: the grid was measured at fewer than three test_loops, so the decay "
-            "with T cannot be told. Measure its runs at more."
+            f"{model.model}: the grid was measured at fewer than three test_loops, which does not "
+            "determine the decay with T. Measure its runs at more."
         )
-    if "training" not in study.laws:
-        raise FitError(study.not_fitted["training"])
-    training = study.laws["training"].values
-    search = effort.search(effort.unified_starts)
-    unseen = design.curves(design.held_out(), 2)
-    for law in laws.CONDITIONINGS:
-        joint, frozen = fit(law, points, search), fit(law, points, search, frozen=training)
-        study.conditionings.append(conditioning(joint, frozen, unseen))
-        best = law is laws.UNIFIED
-        study.laws[law.name] = _keep(study, joint, effort if best else replace(effort, draws=0))
-        study.laws[f"{law.name}/frozen"] = _keep(study, frozen, replace(effort, draws=0))
+    if "training" not in model.laws:
+        raise FitError(model.not_fitted["training"])
+    training = model.laws["training"].values
+    search = settings.search(settings.unified_starts)
+    held_out = runs.curves(runs.held_out(), 2)
+    for law in forms.CONDITIONINGS:
+        joint = fit_law(law, points, search)
+        frozen = fit_law(law, points, search, frozen=training)
+        model.conditionings.append(test_time.conditioning(joint, frozen, held_out))
+        samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
+        model.laws[law.name], messages = assess(joint, samples, settings.seed)
+        model.warnings += messages
+        model.laws[f"{law.name}/frozen"], _ = assess(frozen, 0, settings.seed)
 
 
-def _keep(
-    study: ModelStudy, found: Fit, effort: Effort, left_out: dict[float, float] | None = None
-) -> FittedLaw:
-    draws = bootstrap(found, effort.draws, effort.seed) if effort.draws else None
-    if draws is not None:
-        study.warnings += warnings(found, draws)
-    return FittedLaw(
-        law=found.law,
-        values=found.values,
-        draws=draws,
-        quality=quality(found),
-        frozen=found.frozen,
-        converged=found.converged,
-        agreeing=found.agreeing,
-        left_out=left_out or {},
+def _tree(result: FitResult) -> dict[str, Any]:
+    """The contents of fit.json."""
+    data = result.data
+    return {
+        "data": {"source": data.source, "sha256": data.sha256, "rows": len(data)},
+        "effort": result.settings,
+        "level": LEVEL,
+        "models": {name: _model_tree(model) for name, model in result.models.items()},
+        "gap_shares": result.gap_shares,
+    }
+
+
+def _model_tree(model: ModelFit) -> dict[str, Any]:
+    return {
+        "fitted": {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelLaws)},
+        "parabolas": model.parabolas,
+        "power_law_intervals": model.power_law_intervals,
+        "test_time_forms": model.forms,
+        "test_time_curves": [
+            {
+                "mean_loops": float(fit.curve.mean_loops[0]),
+                "tokens": float(fit.curve.tokens[0]),
+                "values": fit.values,
+            }
+            for fit in model.curve_fits
+        ],
+        "recovery": model.recovery,
+        "conditionings": model.conditionings,
+        "fixed_depth": model.fixed_depth,
+        "held_out": model.held_out,
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON types: laws by name, arrays as lists, non-finite numbers as null."""
+    if isinstance(value, Law):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        tree = {f.metadata.get("json", f.name): to_plain(getattr(value, f.name)) for f in fields}
+        if isinstance(value, LawResult):
+            tree |= {"formula": value.law.formula, "intervals": to_plain(value.intervals)}
+        return tree
+    if isinstance(value, Mapping):
+        return {
+            f"{key:g}" if isinstance(key, float) else str(key): to_plain(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, np.ndarray):
+        return [to_plain(float(f"{number:.{DIGITS}g}")) for number in value.ravel().tolist()]
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def read_fit(path: str | Path) -> dict[str, ModelLaws]:
+    """The models of a fit.json, or of the folder that contains it, by name."""
+    path = Path(path)
+    path = path / FIT_FILE if path.is_dir() else path
+    tree = read_sealed(path, REMEDY)
+    if tree.get("format") != FORMAT:
+        raise FileError(f"{path}: format {tree.get('format')!r}, expected {FORMAT}. {REMEDY}")
+    try:
+        return {name: _read_model(name, model["fitted"]) for name, model in tree["models"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"{path}: not a fit ({type(error).__name__}: {error}). {REMEDY}") from None
+
+
+def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
+    shape = dict(tree["shape"])
+    measured = {float(loops): tuple(pair) for loops, pair in shape.pop("measured").items()}
+    return ModelLaws(
+        model=name,
+        shape=Shape(**shape, measured=measured),
+        spans={key: tuple(span) for key, span in tree["spans"].items()},
+        laws={key: _read_law(law) for key, law in tree["laws"].items()},
+        power_laws={
+            key: isoflop.PowerLaw(
+                law["factor"],
+                law["exponent"],
+                tuple(law["budgets"]),
+                tuple((factor, exponent) for factor, exponent in law.get("replicas", ())),
+            )
+            for key, law in tree["power_laws"].items()
+        },
+        warnings=list(tree["warnings"]),
+        not_fitted=dict(tree["not_fitted"]),
     )
 
 
-def _test_time(study: ModelStudy) -> None:
-    design = study.design
-    design.check_test_time()
-    listed = design.curves(np.ones(len(design.points), dtype=bool), test_time.FEWEST)
-    if not listed:
-        raise FitError(
-            f"{design.model}: no run was measured at {test_time.FEWEST} or more test_loops, which "
-            "a curve of three parameters needs. Measure at more."
-        )
-    kept, said = test_time.usable(listed)
-    study.warnings += said
-    if not kept:
-        raise FitError(f"{design.model}: no curve changes with T. Check how losses were measured.")
-    study.forms, study.curve_fits = test_time.compare_forms(kept)
-    study.recovery = test_time.recovery(study.curve_fits)
-
-
-def _parabolas(study: ModelStudy, effort: Effort) -> None:
-    design = study.design
-    rows = design.training()
-    points, budget = design.points.take(rows), design.budget[rows]
-    study.warnings += design.mixed_settings()
-    for name, where in (("loops", points.mean_loops), ("tokens", points.tokens)):
-        with study.trying(f"parabolas in {name}"):
-            design.check_losses()
-            found = parabola.fit_parabolas(where, points.loss, budget)
-            study.parabolas[name] = found
-            if name == "loops":
-                study.warnings += _edges(found)
-            with study.trying(f"power law of {name}"):
-                law = parabola.fit_power_law(found)
-                if effort.draws:
-                    drawn = parabola.replicas(
-                        found, where, points.loss, budget, effort.draws, effort.seed
-                    )
-                    law = parabola.with_replicas(law, drawn)
-                    study.warnings += _doubtful(name, law)
-                study.power_laws[name] = law
-
-
-def _doubtful(name: str, law: parabola.PowerLaw) -> list[str]:
-    if law.replicas:
-        return []
-    return [
-        f"power law of {name}: most bootstrap replicas have no two optima within the runs, so it "
-        "has no interval. Widen the range of mean_loops."
-    ]
-
-
-def _edges(found: list[parabola.Parabola]) -> list[str]:
-    said = []
-    for one in found:
-        if not one.is_convex:
-            said.append(
-                f"parabola at {one.budget:.3g} FLOPs opens downwards: its runs show no optimum."
-            )
-        elif not one.is_inside:
-            side = "below" if one.optimum < one.low else "above"
-            said.append(
-                f"parabola at {one.budget:.3g} FLOPs: its lowest point lies {side} the grid, which "
-                f"runs from {one.low:g} to {one.high:g} loops. It is left out of the power law; "
-                "train beyond the grid to know it."
-            )
-    return said
-
-
-def _model_tree(one: ModelStudy) -> dict[str, Any]:
-    return {
-        "fitted": one.fitted,
-        "parabolas": one.parabolas,
-        "power_law_intervals": one.power_intervals,
-        "test_time_forms": one.forms,
-        "test_time_curves": [
-            {
-                "mean_loops": float(fitted.curve.mean_loops[0]),
-                "tokens": float(fitted.curve.tokens[0]),
-                "values": fitted.values,
-            }
-            for fitted in one.curve_fits
-        ],
-        "recovery": one.recovery,
-        "conditionings": one.conditionings,
-        "fixed_depth": one.fixed_depth,
-        "held_out": one.held_out,
-    }
+def _read_law(tree: dict[str, Any]) -> LawResult:
+    law, samples = LAWS[tree["law"]], None
+    if tree["draws"] is not None:
+        columns = tree["draws"]["values"]
+        values = {name: np.array(columns[name], dtype=float) for name in law.parameters}
+        samples = BootstrapSamples(values, tree["draws"]["converged"])
+    return LawResult(
+        law=law,
+        values={name: float(tree["values"][name]) for name in law.parameters},
+        samples=samples,
+        quality=None if tree["quality"] is None else Quality(**tree["quality"]),
+        frozen=tuple(tree["frozen"]),
+        converged=tree["converged"],
+        agreeing=tree["agreeing"],
+        left_out={float(budget): error for budget, error in tree["left_out"].items()},
+    )

@@ -1,12 +1,12 @@
-"""Every figure of the paper's scaling sections, from a study: PNG and SVG.
+"""The figures of a fit, as in the paper's scaling sections, as PNG and SVG.
 
 isoloss      contours of the training law over loops and tokens, with the efficient frontier
 isoflop      a parabola for each FLOP budget
-power-laws   their lowest points against FLOPs
-frontier     looping at its best against fixed depth
+power-laws   optimal loops and tokens against FLOPs
+frontier     the best looping compared with fixed depth
 test-time    loss against T by training depth, with exponential fits
-saturation   loss against T of the models no law has seen, all sizes
-unified      the unified law and its oracle on those
+saturation   loss against T of the held-out models, all sizes
+unified      the unified law on those, alone and given the loss at T = mu
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ import numpy as np
 
 from parcae import plotting as draw
 from parcae.laws import axis_ticks
-from parcae.laws.analysis import ModelStudy, Study
-from parcae.laws.comparisons import oracle_curve
-from parcae.laws.fit_file import FittedLaw
-from parcae.laws.optimum import frontier
-from parcae.laws.points import Points
+from parcae.laws.analysis import FitResult, ModelFit
+from parcae.laws.bootstrap import LawResult
+from parcae.laws.isoflop import frontier
+from parcae.laws.model_runs import Points
+from parcae.laws.test_time import CurveFit, oracle_curve
 
 BLUE, ORANGE, GREEN, PURPLE = draw.PALETTE[:4]
 GREY = draw.PALETTE[5]
-Painter = Callable[[Any, ModelStudy], None]
+Painter = Callable[[Any, ModelFit], None]
 
 
-def draw_all(study: Study, out: str | Path) -> list[str]:
-    """All figures that the study has data for; returns the names of the PNG files."""
+def draw_all(result: FitResult, out: str | Path) -> list[str]:
+    """Draw all figures that the fit has data for; returns the names of the PNG files."""
     out = Path(out)
     written = []
-    for name, (wanted, paint) in FIGURES.items():
-        chosen = [one for one in study.models.values() if wanted(one)]
+    for name, (has_data, paint) in FIGURES.items():
+        chosen = [model for model in result.models.values() if has_data(model)]
         if chosen:
             with draw.figure(1, len(chosen), width=4.6, height=3.7) as (canvas, axes):
-                for one, panel in zip(chosen, np.atleast_1d(axes), strict=True):
-                    panel.set_title(one.design.model, parse_math=False)
-                    paint(panel, one)
+                for model, panel in zip(chosen, np.atleast_1d(axes), strict=True):
+                    panel.set_title(model.model, parse_math=False)
+                    paint(panel, model)
                 written.append(_save(canvas, out, name))
-    if any(one.power_laws or one.parabolas for one in study.models.values()):
-        written.append(_power_laws(study, out))
-    if saturating := [one for one in study.models.values() if unseen(one)]:
-        written.append(_saturation(saturating, out))
+    if any(model.power_laws or model.parabolas for model in result.models.values()):
+        written.append(_power_laws(result, out))
+    if with_curve := [model for model in result.models.values() if held_out_curve(model)]:
+        written.append(_saturation(with_curve, out))
     return written
 
 
@@ -55,20 +55,20 @@ def _save(canvas: Any, out: Path, name: str) -> str:
     return f"{name}.png"
 
 
-def _isoloss(axes: Any, one: ModelStudy) -> None:
-    fitted, shape = one.laws["training"], one.design.shape
-    seen = one.design.points.take(one.design.training())
+def _isoloss(axes: Any, model: ModelFit) -> None:
+    law, shape = model.laws["training"], model.shape
+    seen = model.runs.points.take(model.runs.training())
     loops = np.geomspace(seen.mean_loops.min() / 1.3, seen.mean_loops.max() * 1.6, 120)
     tokens = np.geomspace(seen.tokens.min() / 1.6, seen.tokens.max() * 1.6, 120)
     grid = np.meshgrid(loops, tokens)
-    losses = fitted.law.predict(fitted.values, shape.points(*grid)).reshape(grid[0].shape)
+    losses = law.law.predict(law.values, shape.points(*grid)).reshape(grid[0].shape)
     levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
     axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
     _label_contours(axes, levels[1::2], (loops, tokens, losses))
     low = float(shape.flops_per_token(loops[0]) * tokens[0]) / 2
     high = float(shape.flops_per_token(loops[-1]) * tokens[-1]) * 2
     budgets = np.geomspace(low, high, 80)
-    best = np.array([frontier(fitted.values, shape, flops)[0][0] for flops in budgets])
+    best = np.array([frontier(law.values, shape, flops)[0][0] for flops in budgets])
     axes.plot(best, budgets / shape.flops_per_token(best), color=BLUE, label="efficient frontier")
     axes.plot(seen.mean_loops, seen.tokens, "o", color=GREY, markersize=3, label="runs")
     axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
@@ -81,7 +81,7 @@ def _isoloss(axes: Any, one: ModelStudy) -> None:
 def _label_contours(
     axes: Any, levels: np.ndarray, grid: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """To the right of the runs, so that no label hides one."""
+    """Label the contours to the right of the runs, so that no label hides model."""
     loops, tokens, losses = grid
     column = np.searchsorted(loops, loops[-1] / 1.25)
     falling = losses[:, column]
@@ -100,11 +100,11 @@ def _label_contours(
         )
 
 
-def _isoflop(axes: Any, one: ModelStudy) -> None:
-    rows = one.design.training()
-    points, budget = one.design.points.take(rows), one.design.budget[rows]
-    colors = _shades(len(one.parabolas["loops"]))
-    for parabola, color in zip(one.parabolas["loops"], colors, strict=True):
+def _isoflop(axes: Any, model: ModelFit) -> None:
+    rows = model.runs.training()
+    points, budget = model.runs.points.take(rows), model.runs.budget[rows]
+    colors = _shades(len(model.parabolas["loops"]))
+    for parabola, color in zip(model.parabolas["loops"], colors, strict=True):
         here = budget == parabola.budget
         places = np.geomspace(parabola.low / 1.1, parabola.high * 1.1, 100)
         axes.plot(places, parabola.loss(places), color=color, linewidth=1.5)
@@ -118,17 +118,19 @@ def _isoflop(axes: Any, one: ModelStudy) -> None:
     _legend_right(axes, "FLOPs")
 
 
-def _frontier(axes: Any, one: ModelStudy) -> None:
-    budgets = np.array([row.budget for row in one.fixed_depth])
-    fitted = one.laws["training"]
+def _frontier(axes: Any, model: ModelFit) -> None:
+    budgets = np.array([row.budget for row in model.fixed_depth])
+    law = model.laws["training"]
     wide = np.geomspace(budgets.min() / 1.5, budgets.max() * 1.5, 60)
-    found = [_with_band(fitted, one, flops) for flops in wide]
-    middle, low, high = (np.array(part) for part in zip(*found, strict=True))
+    losses = [_optimal_loss(law, model, flops) for flops in wide]
+    middle, low, high = (np.array(part) for part in zip(*losses, strict=True))
     axes.plot(wide, middle, color=BLUE, label="law at its optimal μ")
     axes.fill_between(wide, low, high, color=BLUE, alpha=0.18, linewidth=0)
-    best = [row.best_loss for row in one.fixed_depth]
+    best = [row.best_loss for row in model.fixed_depth]
     axes.plot(budgets, best, "o", color=BLUE, label="best looped run")
-    fixed = [(row.budget, row.fixed_loss) for row in one.fixed_depth if row.fixed_loss is not None]
+    fixed = [
+        (row.budget, row.fixed_loss) for row in model.fixed_depth if row.fixed_loss is not None
+    ]
     if fixed:
         axes.plot(
             *zip(*fixed, strict=True), "s--", color=ORANGE, linewidth=1.3, label="fixed depth"
@@ -138,17 +140,18 @@ def _frontier(axes: Any, one: ModelStudy) -> None:
     axes.legend(loc="upper right", fontsize=8.5)
 
 
-def _with_band(fitted: FittedLaw, one: ModelStudy, flops: float) -> tuple[float, float, float]:
-    value = float(frontier(fitted.values, one.design.shape, flops)[1][0])
-    if fitted.draws is None:
+def _optimal_loss(law: LawResult, model: ModelFit, flops: float) -> tuple[float, float, float]:
+    """The loss at the optimal mu, and its interval."""
+    value = float(frontier(law.values, model.shape, flops)[1][0])
+    if law.samples is None:
         return value, value, value
-    losses = frontier(fitted.draws.values, one.design.shape, flops)[1]
+    losses = frontier(law.samples.values, model.shape, flops)[1]
     low, high = np.quantile(losses, [0.05, 0.95])
     return value, float(low), float(high)
 
 
-def _test_time(axes: Any, one: ModelStudy) -> None:
-    chosen = _densest(one)
+def _test_time(axes: Any, model: ModelFit) -> None:
+    chosen = _densest(model)
     colors = _shades(len(chosen))
     for fitted, color in zip(chosen, colors, strict=True):
         curve = fitted.curve
@@ -160,29 +163,29 @@ def _test_time(axes: Any, one: ModelStudy) -> None:
     _legend_right(axes, "μ, tokens")
 
 
-def _densest(one: ModelStudy) -> list[Any]:
-    """One curve per depth, all of the same tokens if some tokens were used at every depth."""
-    by_tokens: dict[float, list[Any]] = {}
-    for fitted in one.curve_fits:
+def _densest(model: ModelFit) -> list[CurveFit]:
+    """One curve per depth, of the number of tokens that has the most depths."""
+    by_tokens: dict[float, list[CurveFit]] = {}
+    for fitted in model.curve_fits:
         by_tokens.setdefault(float(fitted.curve.tokens[0]), []).append(fitted)
     same = max(by_tokens.values(), key=lambda part: len({f.curve.mean_loops[0] for f in part}))
-    listed = same if len(same) > 1 else one.curve_fits
-    chosen: dict[float, Any] = {}
+    listed = same if len(same) > 1 else model.curve_fits
+    chosen: dict[float, CurveFit] = {}
     for fitted in sorted(listed, key=lambda f: -len(f.curve)):
         chosen.setdefault(float(fitted.curve.mean_loops[0]), fitted)
     return [chosen[loops] for loops in sorted(chosen)]
 
 
-def _unified(axes: Any, one: ModelStudy) -> None:
-    fitted, curve = one.laws["unified"], unseen(one)
+def _unified(axes: Any, model: ModelFit) -> None:
+    law, curve = model.laws["unified"], held_out_curve(model)
     assert curve is not None
     where = np.linspace(1, curve.test_loops.max(), 200)
-    at = one.design.shape.points(curve.mean_loops[0], curve.tokens[0] * np.ones_like(where), where)
-    axes.plot(where, fitted.law.predict(fitted.values, at), color=ORANGE, label="unified law")
+    at = model.shape.points(curve.mean_loops[0], curve.tokens[0] * np.ones_like(where), where)
+    axes.plot(where, law.law.predict(law.values, at), color=ORANGE, label="unified law")
     at_mu = curve.test_loops == np.round(curve.mean_loops)
     if at_mu.any():
-        oracle = oracle_curve(fitted, float(curve.loss[at_mu][0]), at)
-        axes.plot(where, oracle, "--", color=BLUE, label="with the loss at T = μ")
+        oracle = oracle_curve(law, float(curve.loss[at_mu][0]), at)
+        axes.plot(where, oracle, "--", color=BLUE, label="given the loss at T = μ")
     axes.plot(curve.test_loops, curve.loss, "o", color="black", markersize=4, label="measured")
     axes.set(xlabel="loops at test time T", ylabel="validation loss")
     axes.legend(loc="upper right", fontsize=8.5)
@@ -190,19 +193,18 @@ def _unified(axes: Any, one: ModelStudy) -> None:
     axes.text(0.98, 0.6, about, transform=axes.transAxes, ha="right", fontsize=8.5, color=GREY)
 
 
-def unseen(one: ModelStudy) -> Points | None:
-    """Of the runs no law has learnt from, the one that is most of its own: the last in the table
-    among those trained on the most tokens."""
-    listed = one.design.curves(one.design.held_out(), 4)
+def held_out_curve(model: ModelFit) -> Points | None:
+    """The held-out run with the most tokens (the last model of them in the table)."""
+    listed = model.runs.curves(model.runs.held_out(), 4)
     if not listed:
         return None
     return max(listed, key=lambda curve: (curve.tokens[0], curve.run[0]))
 
 
-def _saturation(several: Sequence[ModelStudy], out: Path) -> str:
+def _saturation(models: Sequence[ModelFit], out: Path) -> str:
     with draw.figure(width=5.4, height=3.7) as (canvas, axes):
-        for one, color in zip(several, _shades(len(several)), strict=True):
-            curve = unseen(one)
+        for model, color in zip(models, _shades(len(models)), strict=True):
+            curve = held_out_curve(model)
             assert curve is not None
             axes.plot(
                 curve.test_loops,
@@ -210,39 +212,39 @@ def _saturation(several: Sequence[ModelStudy], out: Path) -> str:
                 "o-",
                 color=color,
                 linewidth=1.4,
-                label=_literal(one.design.model),
+                label=_literal(model.model),
             )
         axes.set(title="Held-out models", xlabel="loops at test time T", ylabel="validation loss")
         axes.legend(loc="upper right", fontsize=8.5)
         return _save(canvas, out, "saturation")
 
 
-def _power_laws(study: Study, out: Path) -> str:
-    chosen = [one for one in study.models.values() if one.parabolas]
+def _power_laws(result: FitResult, out: Path) -> str:
+    chosen = [model for model in result.models.values() if model.parabolas]
     with draw.figure(len(chosen), 2, width=4.6, height=3.2) as (canvas, axes):
-        for one, pair in zip(chosen, np.atleast_2d(axes), strict=True):
+        for model, pair in zip(chosen, np.atleast_2d(axes), strict=True):
             names = (("loops", "optimal loops μ*"), ("tokens", "optimal tokens D*"))
             for panel, (name, text) in zip(pair, names, strict=True):
-                panel.set_title(one.design.model, parse_math=False)
+                panel.set_title(model.model, parse_math=False)
                 panel.set(xscale="log", yscale="log", xlabel="training FLOPs", ylabel=text)
-                _power_law(panel, one, name)
+                _power_law(panel, model, name)
         return _save(canvas, out, "power-laws")
 
 
-def _power_law(axes: Any, one: ModelStudy, name: str) -> None:
-    inside = [(p.budget, p.optimum) for p in one.parabolas.get(name, []) if p.is_inside]
-    budgets = [p.budget for p in one.parabolas.get(name, [])]
+def _power_law(axes: Any, model: ModelFit, name: str) -> None:
+    inside = [(p.budget, p.optimum) for p in model.parabolas.get(name, []) if p.is_inside]
+    budgets = [p.budget for p in model.parabolas.get(name, [])]
     if inside:
         axes.plot(*zip(*inside, strict=True), "o", color=BLUE, label="parabolas")
-    if name in one.power_laws:
-        law = one.power_laws[name]
+    if name in model.power_laws:
+        law = model.power_laws[name]
         ends = np.array([min(budgets), max(budgets)])
         text = f"∝ C^{law.exponent:.2f}"
         axes.plot(ends, law(ends), color=BLUE, linewidth=1.4, label=text)
-    if "training" in one.laws and budgets:
+    if "training" in model.laws and budgets:
         wide = np.geomspace(min(budgets), max(budgets), 40)
-        shape = one.design.shape
-        best = np.array([frontier(one.laws["training"].values, shape, c)[0][0] for c in wide])
+        shape = model.shape
+        best = np.array([frontier(model.laws["training"].values, shape, c)[0][0] for c in wide])
         drawn = best if name == "loops" else wide / shape.flops_per_token(best)
         axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
     _flop_ticks(axes, budgets)
@@ -260,7 +262,7 @@ def _shades(count: int) -> list[Any]:
 
 
 def _literal(text: str) -> str:
-    """A legend takes what stands between dollars for mathematics."""
+    """Text without mathematics: a legend would typeset what is between dollar signs."""
     return text.replace("$", r"\$")
 
 
@@ -271,7 +273,7 @@ def _legend_right(axes: Any, title: str) -> None:
 
 
 def _flop_ticks(axes: Any, budgets: Sequence[float] | np.ndarray) -> None:
-    axes.set_xticks(budgets, [_short(one) for one in budgets], fontsize=8.5)
+    axes.set_xticks(budgets, [_short(flops) for flops in budgets], fontsize=8.5)
     axes.minorticks_off()
 
 
@@ -281,15 +283,18 @@ def _short(flops: float) -> str:
 
 
 def _loop_ticks(axes: Any, loops: np.ndarray) -> None:
-    axes.set_xticks(loops, [f"{one:g}" for one in loops])
+    axes.set_xticks(loops, [f"{depth:g}" for depth in loops])
     axes.minorticks_off()
 
 
-FIGURES: dict[str, tuple[Callable[[ModelStudy], bool], Painter]] = {
-    "isoloss": (lambda one: "training" in one.laws, _isoloss),
-    "isoflop": (lambda one: "loops" in one.parabolas, _isoflop),
-    "frontier": (lambda one: bool(one.fixed_depth) and "training" in one.laws, _frontier),
-    "test-time": (lambda one: len(one.curve_fits) > 1, _test_time),
-    "unified": (lambda one: "unified" in one.laws and unseen(one) is not None, _unified),
+FIGURES: dict[str, tuple[Callable[[ModelFit], bool], Painter]] = {
+    "isoloss": (lambda model: "training" in model.laws, _isoloss),
+    "isoflop": (lambda model: "loops" in model.parabolas, _isoflop),
+    "frontier": (lambda model: bool(model.fixed_depth) and "training" in model.laws, _frontier),
+    "test-time": (lambda model: len(model.curve_fits) > 1, _test_time),
+    "unified": (
+        lambda model: "unified" in model.laws and held_out_curve(model) is not None,
+        _unified,
+    ),
 }
-"""By name: which models have it, and how it is painted."""
+"""By name: which models have the data for it, and the function that draws it."""

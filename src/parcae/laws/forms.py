@@ -1,17 +1,18 @@
-"""The functional forms: a floor plus terms that decay.
+"""The functional forms of the laws: a floor plus decaying terms.
 
     training        E + X N(mu)^-x + Y D^-y
     chinchilla      E + A N^-alpha + B D^-beta
-    exponential     L_inf + Z exp(-z T)              test-time forms, one curve each
+    exponential     L_inf + Z exp(-z T)              test-time forms, one fit per run
     shifted-power   L_inf + Z (1 + T)^-z
     power           L_inf + Z T^-z
     pure-power      Z T^-z
     unified         training + Z exp(-z T / mu), or with mu^gamma, or without mu
 
-Every term is exp(a - r u): a the logarithm of its amplitude, r its rate, u a feature of the points
-(log N, log D, T, log T, T / mu), so one piece of code computes all laws and their gradients.
+Every term is exp(a - r u) with a the log of its amplitude, r its rate and u a feature of the points
+(log N, log D, T, log T, T / mu), so one implementation serves all laws and their gradients.
 Positive parameters are optimised as their logarithms. All arrays are batched: coordinates have the
-shape [parameters, rows], where a row is a restart or a bootstrap draw; losses are [rows, points].
+shape [parameters, rows], where a row is a random start or a bootstrap sample; losses have the shape
+[rows, points].
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parcae.laws.points import Points
+from parcae.laws.model_runs import Points
 
 TINY = 1e-300
-"""Stands for a parameter that has vanished, whose logarithm has no bottom."""
+"""Lower bound of a parameter before its logarithm is taken."""
 Feature = Callable[[Points], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Decay:
-    """amplitude * exp(-rate * feature); a feature log(v) makes it the power law v^-rate."""
+    """amplitude * exp(-rate * feature); with the feature log(v) the power law v^-rate."""
 
     amplitude: str
     rate: str
     feature: Feature
     is_centred: bool
-    """Whether starts and steps describe the amplitude at the points' centre: for N and D, whose
-    own zero is 20 orders of magnitude away, but not for T, whose information is near its zero."""
+    """Whether the amplitude is parameterised at the centre of the points: True for N and D, whose
+    zero is 20 orders of magnitude away, False for T, which is measured near zero."""
     exponent: str | None = None
-    """With gamma: the rate of a run is rate * mean_loops^-gamma."""
+    """Name of gamma, if the rate of a run is rate * mean_loops^-gamma."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -49,6 +50,8 @@ class Decay:
 
 @dataclass(frozen=True)
 class Law:
+    """A functional form with named parameters."""
+
     name: str
     formula: str
     floor: str | None
@@ -61,11 +64,11 @@ class Law:
 
     @property
     def exponents(self) -> tuple[str, ...]:
-        """Parameters that may be negative, and so have no logarithm."""
+        """Parameters that may be negative, and are not optimised as logarithms."""
         return tuple(decay.exponent for decay in self.decays if decay.exponent)
 
     def coordinates(self, values: Mapping[str, float | np.ndarray]) -> np.ndarray:
-        """[parameters, rows]: logarithms of what is positive."""
+        """Coordinates [parameters, rows]: logarithms of the positive parameters."""
         columns = [
             np.atleast_1d(np.asarray(values[name], dtype=float))
             if name in self.exponents
@@ -75,7 +78,7 @@ class Law:
         return np.stack(np.broadcast_arrays(*columns))
 
     def values(self, coordinates: np.ndarray) -> dict[str, np.ndarray]:
-        """The inverse of `coordinates`: an array of one value per row for each parameter."""
+        """Parameter values by name, one per row: the inverse of `coordinates`."""
         with np.errstate(over="ignore"):
             return {
                 name: row.copy() if name in self.exponents else np.exp(row)
@@ -83,32 +86,34 @@ class Law:
             }
 
     def predict(self, values: Mapping[str, float | np.ndarray], at: Points) -> np.ndarray:
-        """[rows, points], or [points] where every value is a single number."""
+        """Losses [rows, points], or [points] if every value is a single number."""
         single = all(np.ndim(values[name]) == 0 for name in self.parameters)
-        with np.errstate(over="ignore", invalid="ignore"):  # a rate without bound: its term is gone
+        with np.errstate(over="ignore", invalid="ignore"):  # an infinite rate: its term is 0
             losses, _ = self.bind(at).forward(self.coordinates(values))
         return losses[0] if single else losses
 
     def bind(self, at: Points, *, standardised: bool = False) -> BoundLaw:
-        """The law at given points, ready for many rows of coordinates."""
+        """The law at given points, for many rows of coordinates."""
         return BoundLaw(self, at, standardised)
 
 
 class BoundLaw:
-    """A law at given points. Standardised, its coordinates are those of the features
-    (u - centre) / scale, in which all directions are about equally steep; `to_plain` and
-    `from_plain` translate, exactly."""
+    """A law at given points.
+
+    Standardised coordinates belong to the features (u - centre) / scale, in which all directions
+    are about equally steep; `to_plain` and `from_plain` convert exactly.
+    """
 
     def __init__(self, law: Law, at: Points, standardised: bool) -> None:
         self.law = law
         self.terms = []
-        place = 0 if law.floor is None else 1
+        first = 0 if law.floor is None else 1
         for decay in law.decays:
-            self.terms.append(_Term(decay, place, at, standardised))
-            place += len(decay.parameters)
+            self.terms.append(_Term(decay, first, at, standardised))
+            first += len(decay.parameters)
 
     def forward(self, theta: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Losses [rows, points] and the terms they are the sum of."""
+        """Losses [rows, points] and their terms, each [rows, points]."""
         terms = [term.forward(theta) for term in self.terms]
         losses = terms[0].copy() if len(terms) == 1 else terms[0] + terms[1]
         for more in terms[2:]:
@@ -126,18 +131,18 @@ class BoundLaw:
             gradient[0] = np.exp(theta[0]) * weights.sum(1)
         for term, values in zip(self.terms, terms, strict=True):
             values *= weights
-            gradient[term.places] = term.backward(theta, values)
+            gradient[term.rows] = term.backward(theta, values)
         return gradient
 
     def derivatives(self, theta: np.ndarray, terms: list[np.ndarray]) -> list[np.ndarray]:
-        """Of the losses, by each parameter: one [rows, points] per parameter."""
+        """Derivatives of the losses: one array [rows, points] per parameter."""
         floor = (
             [] if self.law.floor is None else [np.exp(theta[0])[:, None] * np.ones_like(terms[0])]
         )
         return floor + [
-            one
+            derivative
             for term, values in zip(self.terms, terms, strict=True)
-            for one in term.derivatives(theta, values)
+            for derivative in term.derivatives(theta, values)
         ]
 
     def to_plain(self, theta: np.ndarray) -> np.ndarray:
@@ -157,9 +162,9 @@ class BoundLaw:
 class _Term:
     """exp(a - r u) over rows and points, where u = (feature - centre) / scale."""
 
-    def __init__(self, decay: Decay, place: int, at: Points, standardised: bool) -> None:
+    def __init__(self, decay: Decay, first: int, at: Points, standardised: bool) -> None:
         feature = decay.feature(at)
-        self.places = slice(place, place + len(decay.parameters))
+        self.rows = slice(first, first + len(decay.parameters))
         self.centre = float(feature.mean()) if standardised and decay.is_centred else 0.0
         spread = float(feature.std()) if standardised else 1.0
         self.scale = spread if spread > 0 else 1.0
@@ -173,47 +178,47 @@ class _Term:
         self._basis = np.stack([np.ones_like(self.feature), -self.feature])
 
     def forward(self, theta: np.ndarray) -> np.ndarray:
-        mine = theta[self.places]
+        own = theta[self.rows]
         if self.log_loops is None:
-            logs = np.array([mine[0], np.exp(mine[1])]).T @ self._basis
+            logs = np.array([own[0], np.exp(own[1])]).T @ self._basis
         else:
-            logs = mine[0][:, None] - self._decline(mine)
+            logs = own[0][:, None] - self._decline(own)
         return np.exp(logs, out=logs)
 
     def backward(self, theta: np.ndarray, weighted: np.ndarray) -> np.ndarray:
-        """Sums over the points of the derivatives, where `weighted` are weights times values."""
-        mine = theta[self.places]
+        """Sums over the points of the derivatives; `weighted` is weights times values."""
+        own = theta[self.rows]
         if self.log_loops is None:
             sums = (weighted @ self._basis.T).T
-            sums[1] *= np.exp(mine[1])
+            sums[1] *= np.exp(own[1])
             return sums
-        declining = self._decline(mine) * weighted
+        declining = self._decline(own) * weighted
         return np.array([weighted.sum(1), -declining.sum(1), declining @ self.log_loops])
 
     def derivatives(self, theta: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-        mine = theta[self.places]
+        own = theta[self.rows]
         if self.log_loops is None:
-            return [values, -values * np.exp(mine[1])[:, None] * self.feature]
-        declining = self._decline(mine) * values
+            return [values, -values * np.exp(own[1])[:, None] * self.feature]
+        declining = self._decline(own) * values
         return [values, -declining, declining * self.log_loops]
 
-    def _decline(self, mine: np.ndarray) -> np.ndarray:
-        """Rate times feature, with the rate of each point's mean_loops."""
-        return np.exp(mine[1][:, None] - mine[2][:, None] * self.log_loops) * self.feature
+    def _decline(self, own: np.ndarray) -> np.ndarray:
+        """Rate times feature, with the rate at each point's mean_loops."""
+        return np.exp(own[1][:, None] - own[2][:, None] * self.log_loops) * self.feature
 
     def to_plain(self, theta: np.ndarray) -> None:
-        mine = theta[self.places]  # a view
-        mine[1] -= np.log(self.scale)
-        mine[0] += np.exp(mine[1]) * self.centre
+        own = theta[self.rows]  # a view
+        own[1] -= np.log(self.scale)
+        own[0] += np.exp(own[1]) * self.centre
         if self.log_loops is not None:
-            mine[1] += mine[2] * self.log_centre
+            own[1] += own[2] * self.log_centre
 
     def from_plain(self, theta: np.ndarray) -> None:
-        mine = theta[self.places]
+        own = theta[self.rows]
         if self.log_loops is not None:
-            mine[1] -= mine[2] * self.log_centre
-        mine[0] -= np.exp(mine[1]) * self.centre
-        mine[1] += np.log(self.scale)
+            own[1] -= own[2] * self.log_centre
+        own[0] -= np.exp(own[1]) * self.centre
+        own[1] += np.log(self.scale)
 
 
 def _log_params(at: Points) -> np.ndarray:
@@ -241,7 +246,7 @@ def _relative_loops(at: Points) -> np.ndarray:
 
 
 COLUMN: Mapping[Feature, str] = {_log_params: "effective_params", _log_tokens: "tokens"}
-"""The column of the table a feature is made of; of all others, test_loops."""
+"""The table column of a feature; test_loops for all others."""
 
 _FLOOR = (Decay("X", "x", _log_params, True), Decay("Y", "y", _log_tokens, True))
 

@@ -1,24 +1,32 @@
-"""Parabolas over each FLOP budget, their lowest points, and the power laws these follow."""
+"""The best use of a FLOP budget: parabolas, power laws of their optima, and the frontier of a law.
+
+Two independent methods: parabolas through the losses at each budget (no law needed), and the
+minimum of the training law over mean_loops at fixed FLOPs (`frontier`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parcae.laws.fit import FitError
+from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate
+from parcae.laws.forms import TRAINING
+from parcae.laws.model_runs import ModelRuns, Shape
+from parcae.laws.table import FitError
 
-FEWEST = 4
-"""A parabola has three parameters; with three points it would fit anything."""
+MIN_DEPTHS = 4
+"""Depths per parabola: three points would determine its three parameters exactly."""
 
 
 @dataclass(frozen=True)
 class Parabola:
-    """loss = a + b u + c u^2 over u = log(mu) or log(D), at one budget."""
+    """loss = a + b u + c u^2 with u = log(mu) or log(D), at one budget."""
 
     budget: float
     coefficients: tuple[float, float, float]
-    """Of u - centre: constant, linear, quadratic."""
+    """Constant, linear and quadratic, in u - centre."""
     centre: float
     low: float
     high: float
@@ -30,125 +38,240 @@ class Parabola:
 
     @property
     def optimum(self) -> float:
-        """Where the loss is lowest; NaN if the parabola opens downwards."""
+        """mu or D of the lowest loss; NaN if the parabola opens downwards."""
         if not self.is_convex:
             return float("nan")
         _, linear, quadratic = self.coefficients
-        away = np.clip(-linear / (2 * quadratic), -20.0, 20.0)
-        return float(np.exp(self.centre + away))
+        offset = np.clip(-linear / (2 * quadratic), -20.0, 20.0)
+        return float(np.exp(self.centre + offset))
 
     @property
     def is_inside(self) -> bool:
-        """An optimum beyond the runs is an extrapolation."""
+        """Whether the optimum lies within the measured range."""
         return self.is_convex and self.low <= self.optimum <= self.high
 
     def loss(self, where: np.ndarray | float) -> np.ndarray:
-        away = np.log(where) - self.centre
+        offset = np.log(where) - self.centre
         constant, linear, quadratic = self.coefficients
-        return constant + linear * away + quadratic * away**2
+        return constant + linear * offset + quadratic * offset**2
 
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """value = factor * C^exponent."""
+    """optimum = factor * C^exponent, with C in FLOPs."""
 
     factor: float
     exponent: float
     budgets: tuple[float, ...]
-    """Those whose optimum was used."""
-    replicas: tuple[tuple[float, float], ...] = ()
-    """Of the bootstrap: the logarithm of each one's factor, which may be beyond all numbers, and
-    its exponent."""
+    """Budgets whose optimum was used."""
+    samples: tuple[tuple[float, float], ...] = field(default=(), metadata={"json": "replicas"})
+    """log(factor) and exponent of each bootstrap sample; a factor itself may overflow."""
 
     def __call__(self, flops: np.ndarray | float) -> np.ndarray:
         return self.factor * np.asarray(flops, dtype=float) ** self.exponent
 
-    def exponents(self) -> np.ndarray:
-        """Of the replicas."""
-        return np.array([exponent for _, exponent in self.replicas])
+    def sample_exponents(self) -> np.ndarray:
+        return np.array([exponent for _, exponent in self.samples])
 
-    def at(self, flops: float) -> np.ndarray:
-        """What the replicas say."""
-        logs = [factor + exponent * np.log(flops) for factor, exponent in self.replicas]
+    def sample_optima(self, flops: float) -> np.ndarray:
+        """The optimum at `flops` in each bootstrap sample."""
+        logs = [factor + exponent * np.log(flops) for factor, exponent in self.samples]
         with np.errstate(over="ignore"):
             return np.exp(np.array(logs))
 
 
 def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> list[Parabola]:
-    """One for each budget with enough different places."""
-    found = []
-    for one in np.unique(budget):
-        here = budget == one
-        places = np.log(where[here])
-        if len(np.unique(places)) < FEWEST:
+    """One parabola per budget with at least `MIN_DEPTHS` different values of `where` (mu or D)."""
+    parabolas = []
+    for value in np.unique(budget):
+        rows = budget == value
+        logs = np.log(where[rows])
+        if len(np.unique(logs)) < MIN_DEPTHS:
             continue
-        centre = float(places.mean())
-        quadratic, linear, constant = np.polyfit(places - centre, loss[here], 2)
-        found.append(
+        centre = float(logs.mean())
+        quadratic, linear, constant = np.polyfit(logs - centre, loss[rows], 2)
+        parabolas.append(
             Parabola(
-                budget=float(one),
+                budget=float(value),
                 coefficients=(float(constant), float(linear), float(quadratic)),
                 centre=centre,
-                low=float(where[here].min()),
-                high=float(where[here].max()),
+                low=float(where[rows].min()),
+                high=float(where[rows].max()),
             )
         )
-    if not found:
+    if not parabolas:
         raise FitError(
-            f"parabolas: no budget has runs at {FEWEST} or more depths. Train more values of "
+            f"parabolas: no budget has runs at {MIN_DEPTHS} or more depths. Train more values of "
             "mean_loops at the same FLOPs."
         )
-    return found
+    return parabolas
 
 
 def fit_power_law(parabolas: list[Parabola]) -> PowerLaw:
-    """A line through the logarithms of the optima that lie within their runs."""
-    used = [one for one in parabolas if one.is_inside]
+    """A power law through the optima that lie within their runs."""
+    used = [parabola for parabola in parabolas if parabola.is_inside]
     if len(used) < 2:
         raise FitError(
             f"power law: {len(used)} of {len(parabolas)} budgets have their optimum within the "
             "runs, and a line needs two. Widen the range of mean_loops, or add budgets."
         )
-    budgets = np.log([one.budget for one in used])
-    optima = np.log([one.optimum for one in used])
+    budgets = np.log([parabola.budget for parabola in used])
+    optima = np.log([parabola.optimum for parabola in used])
     exponent, constant = np.polyfit(budgets, optima, 1)
-    return PowerLaw(float(np.exp(constant)), float(exponent), tuple(one.budget for one in used))
+    return PowerLaw(
+        float(np.exp(constant)), float(exponent), tuple(parabola.budget for parabola in used)
+    )
 
 
-def with_replicas(law: PowerLaw, drawn: list[list[Parabola]]) -> PowerLaw:
-    """Those of the replicas that have optima within their runs; none where half of them do not."""
-    found = []
-    for parabolas in drawn:
+def add_samples(law: PowerLaw, samples: list[list[Parabola]]) -> PowerLaw:
+    """The power law with its bootstrap samples; none if fewer than half of them have one."""
+    pairs = []
+    for parabolas in samples:
         try:
-            one = fit_power_law(parabolas)
+            drawn = fit_power_law(parabolas)
         except FitError:
             continue
-        if one.factor > 0:
-            found.append((float(np.log(one.factor)), one.exponent))
-    return replace(law, replicas=tuple(found) if 2 * len(found) >= len(drawn) else ())
+        if drawn.factor > 0:
+            pairs.append((float(np.log(drawn.factor)), drawn.exponent))
+    return replace(law, samples=tuple(pairs) if 2 * len(pairs) >= len(samples) else ())
 
 
-def replicas(
+def bootstrap_parabolas(
     parabolas: list[Parabola],
     where: np.ndarray,
     loss: np.ndarray,
     budget: np.ndarray,
-    draws: int,
+    samples: int,
     seed: int = 0,
 ) -> list[list[Parabola]]:
-    """Parabolas of data that might have come out: residuals of all budgets, dealt out anew."""
+    """Parabolas of bootstrap samples: the residuals of all budgets, resampled."""
     rng = np.random.default_rng(seed)
-    fitted, residuals = np.full(len(loss), np.nan), []
-    for one in parabolas:
-        here = budget == one.budget
-        fitted[here] = one.loss(where[here])
-        count = int(here.sum())
-        residuals.append((loss[here] - fitted[here]) * np.sqrt(count / max(count - 3, 1)))
-    known = np.isfinite(fitted)
+    predicted, residuals = np.full(len(loss), np.nan), []
+    for parabola in parabolas:
+        rows = budget == parabola.budget
+        predicted[rows] = parabola.loss(where[rows])
+        count = int(rows.sum())
+        residuals.append((loss[rows] - predicted[rows]) * np.sqrt(count / max(count - 3, 1)))
+    known = np.isfinite(predicted)
     pool = np.concatenate(residuals)
     return [
         fit_parabolas(
-            where[known], fitted[known] + rng.choice(pool, int(known.sum())), budget[known]
+            where[known], predicted[known] + rng.choice(pool, int(known.sum())), budget[known]
         )
-        for _ in range(draws)
+        for _ in range(samples)
     ]
+
+
+def parabola_warnings(parabolas: list[Parabola]) -> list[str]:
+    """One message for each parabola in mean_loops without an optimum within its runs."""
+    messages = []
+    for parabola in parabolas:
+        if not parabola.is_convex:
+            messages.append(
+                f"parabola at {parabola.budget:.3g} FLOPs opens downwards: its runs show no "
+                "optimum."
+            )
+        elif not parabola.is_inside:
+            side = "below" if parabola.optimum < parabola.low else "above"
+            messages.append(
+                f"parabola at {parabola.budget:.3g} FLOPs: its optimum is {side} the grid "
+                f"({parabola.low:g} to {parabola.high:g} loops) and is not used for the power law. "
+                "Extend the grid to determine it."
+            )
+    return messages
+
+
+def power_law_warnings(name: str, law: PowerLaw) -> list[str]:
+    """A message if the power law has no bootstrap samples."""
+    if law.samples:
+        return []
+    return [
+        f"power law of {name}: most bootstrap samples have fewer than two optima within the runs, "
+        "so it has no interval. Widen the range of mean_loops."
+    ]
+
+
+def frontier(values: Values, shape: Shape, flops: float) -> tuple[np.ndarray, np.ndarray]:
+    """The optimal mean_loops under the training law and the loss there, per row of parameters."""
+    loops = shape.loops_grid()
+    at = shape.points(loops, flops / shape.flops_per_token(loops))
+    losses = np.atleast_2d(TRAINING.predict(training_part(values), at))
+    return _lowest(np.log(loops), losses, np.exp)
+
+
+def flops_for(values: Values, shape: Shape, loss: float) -> tuple[np.ndarray, np.ndarray]:
+    """The fewest FLOPs that reach a loss and their mean_loops; infinite if it is never reached.
+
+    The tokens needed at each depth follow in closed form.
+    """
+    loops = shape.loops_grid()
+    rows = {name: np.atleast_1d(values[name])[:, None] for name in TRAINING.parameters}
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        floor = rows["E"] + rows["X"] * shape.effective_params(loops) ** -rows["x"]
+        left = loss - floor
+        log_tokens = (np.log(rows["Y"]) - np.log(left)) / rows["y"]
+        logs = log_tokens + np.log(shape.flops_per_token(loops))
+    logs = np.where(left > 0, logs, np.inf)
+    best_loops, best = _lowest(np.log(loops), logs, np.exp)
+    with np.errstate(over="ignore"):
+        return np.exp(best), best_loops
+
+
+def training_part(values: Values) -> dict[str, float | np.ndarray]:
+    """The parameters of the training law within those of a unified law."""
+    return {name: values[name] for name in TRAINING.parameters}
+
+
+def _lowest(
+    where: np.ndarray, heights: np.ndarray, inverse: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The minimum of each row, refined by a parabola through three grid points."""
+    middle = np.clip(heights.argmin(1), 1, len(where) - 2)
+    row = np.arange(len(heights))
+    left, centre, right = (heights[row, middle + step] for step in (-1, 0, 1))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        bend = left - 2 * centre + right
+        shift = np.where(bend > 0, 0.5 * (left - right) / bend, 0.0)
+        shift = np.clip(np.nan_to_num(shift), -1.0, 1.0)
+        lowest = centre - 0.25 * (left - right) * shift
+    lowest = np.where(np.isfinite(lowest), lowest, heights.min(1))
+    return inverse(where[middle] + shift * (where[1] - where[0])), lowest
+
+
+@dataclass(frozen=True)
+class FixedDepth:
+    """The best looped run at one budget, the optimum of the law, and the run at mu = 1."""
+
+    budget: float
+    best_loops: float
+    best_loss: float
+    fixed_loss: float | None
+    law_loops: Estimate | None
+    law_loss: Estimate | None
+
+
+def compare_fixed_depth(runs: ModelRuns, training: LawResult | None) -> list[FixedDepth]:
+    """Looping compared with fixed depth at each budget."""
+    rows = []
+    grid, baselines, shape = runs.training(), runs.baselines(), runs.shape
+    for budget in runs.budgets:
+        here = grid & (runs.budget == budget)
+        if not here.any():
+            continue
+        best = np.flatnonzero(here)[runs.points.loss[here].argmin()]
+        fixed = runs.points.loss[baselines & (runs.budget == budget)]
+        loops = loss = None
+        if training is not None:
+            loops = estimate(training, lambda v, b=budget: frontier(v, shape, b)[0])
+            loss = estimate(training, lambda v, b=budget: frontier(v, shape, b)[1])
+        rows.append(
+            FixedDepth(
+                budget=float(budget),
+                best_loops=float(runs.points.mean_loops[best]),
+                best_loss=float(runs.points.loss[best]),
+                fixed_loss=float(fixed.min()) if len(fixed) else None,
+                law_loops=loops,
+                law_loss=loss,
+            )
+        )
+    return rows

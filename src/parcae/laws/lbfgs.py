@@ -1,13 +1,13 @@
-"""L-BFGS for many starting points at once, in numpy.
+"""L-BFGS from many starting points at once, in numpy.
 
-All rows take their steps together. In each round every row has one point evaluated: the next trial
-of its line search. Rows whose trial satisfies the weak Wolfe conditions take the step and get a new
-direction from the two-loop recursion; the others keep their direction and move the trial (bisection
-between too far and too short, Lewis & Overton). A row that takes no step stores an empty pair
-(s = y = 0), which the recursion passes over; so all rows share one ring of pairs, and no row waits
-for another's line search. Rows that are done are dropped from the batch from time to time.
+Each start is a row. In each round one point per row is evaluated: the next trial of its line
+search. Rows whose trial satisfies the weak Wolfe conditions take the step and get a new direction
+from the two-loop recursion; the others keep their direction and move the trial (bisection between
+too far and too short, Lewis & Overton). A row that takes no step stores an empty pair (s = y = 0),
+which does not change the recursion; so all rows share one ring buffer of pairs, and no row waits
+for another's line search. Finished rows are removed from the batch from time to time.
 
-Arrays are [parameters, rows]: sums over the few parameters run along the long axis.
+Arrays are [parameters, rows], so that vectorised operations run along the long axis.
 """
 
 from __future__ import annotations
@@ -19,70 +19,76 @@ from typing import Protocol
 import numpy as np
 
 ARMIJO, CURVATURE = 1e-4, 0.9
-MOST_TRIALS = 25
-"""Halvings of a step before a row gives up its direction: 2^-25 of a step is no step."""
+MAX_TRIALS = 25
+"""Halvings of a step before a row gives up its direction."""
 RIDGE = 1e-9
-"""Of the trace: added to a measured Hessian, so that directions it does not see stay finite."""
+"""Share of the trace added to the diagonal of a measured Hessian, to keep its inverse finite."""
 ROUNDING = 1e-15
+"""Relative change of the objective that is rounding error."""
 
 
 class Function(Protocol):
+    """A differentiable function evaluated for many rows at once."""
+
     def __call__(self, theta: np.ndarray, /) -> tuple[np.ndarray, np.ndarray]:
         """Values [rows] and gradients [parameters, rows]."""
         ...
 
     def take(self, rows: np.ndarray, /) -> Function:
-        """The function of these rows only."""
+        """The function restricted to these rows."""
         ...
 
     def curvature(self, theta: np.ndarray, /) -> np.ndarray:
-        """Hessians, or positive approximations: [parameters, parameters, rows]."""
+        """Hessians, or positive approximations of them: [parameters, parameters, rows]."""
         ...
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """A row has converged when its largest slope is below `slope`, or a step of it improved the
-    objective by less than `decrease` (relative, or absolute where the objective is below 1)."""
+class Schedule:
+    """When a row has converged, and at which rounds the curvature is measured.
+
+    A row has converged when its largest slope is below `slope`, or when a step decreased the
+    objective by less than `decrease` (relative, or absolute where the objective is below 1).
+    """
 
     slope: float = 1e-6
     decrease: float = 1e-12
     rounds: int = 10_000
     pairs: int = 20
-    """More than L-BFGS usually keeps: with five to eight parameters they cost next to nothing."""
+    """More than L-BFGS usually stores: with five to eight parameters they cost almost nothing."""
     measured: tuple[int, ...] = ()
-    """Rounds at which the recursion's first matrix is set to the inverse of the curvature there.
-    Near an optimum that saves hundreds of steps along narrow valleys; far from one it throws rows
-    onto plateaus, so it is for warm starts and survivors only."""
+    """Rounds at which the initial matrix of the recursion is set to the inverse of the curvature.
+    Near an optimum this saves hundreds of steps along narrow valleys; far from one it can move
+    rows onto plateaus, so it is for warm starts and survivors of successive halving only."""
 
 
 @dataclass
 class Minimum:
-    """Where each row ended, in the order of the starts."""
+    """The last point of each row, in the order of the starts."""
 
     theta: np.ndarray
     values: np.ndarray
     slopes: np.ndarray
-    """The largest entry of each row's gradient."""
+    """The largest absolute entry of each row's gradient."""
     converged: np.ndarray
     followed: np.ndarray
-    """Rows that were not given up on the way."""
+    """Rows that were not dropped before the end."""
     rounds: int
     evaluations: int
 
 
 Chooser = Callable[[int, np.ndarray], "np.ndarray | None"]
-"""From a round and the values of the rows at work: a mask of those that go on, or None for all."""
+"""From a round and the values of the active rows: a mask of those to keep, or None for all."""
 
 
 def minimise(
     function: Function,
     start: np.ndarray,
-    tolerance: Tolerance = Tolerance(),  # noqa: B008
+    schedule: Schedule = Schedule(),  # noqa: B008
     choose: Chooser | None = None,
 ) -> Minimum:
     """Minimise from every column of `start`."""
-    rows = _Rows(function, start, tolerance)
+    rows = _Rows(function, start, schedule)
     count = start.shape[1]
     ended = Minimum(
         theta=start.copy(),
@@ -93,15 +99,15 @@ def minimise(
         rounds=0,
         evaluations=count,
     )
-    while len(rows) and ended.rounds < tolerance.rounds:
-        if ended.rounds in tolerance.measured:
+    while len(rows) and ended.rounds < schedule.rounds:
+        if ended.rounds in schedule.measured:
             rows.measure()
         rows.advance()
         ended.rounds += 1
         ended.evaluations += len(rows)
         chosen = None if choose is None else choose(ended.rounds, rows.values)
         if chosen is not None:
-            ended.followed[rows.names[~chosen]] = False
+            ended.followed[rows.indices[~chosen]] = False
             rows = rows.leave(~chosen, ended)
         if rows.done.mean() > 0.1 or rows.done.all():
             rows = rows.leave(rows.done, ended)
@@ -110,27 +116,27 @@ def minimise(
 
 
 class _Rows:
-    """The rows still at work, with everything they remember."""
+    """The active rows and their state."""
 
-    def __init__(self, function: Function, start: np.ndarray, tolerance: Tolerance) -> None:
+    def __init__(self, function: Function, start: np.ndarray, schedule: Schedule) -> None:
         size, count = start.shape
         self.function = function
-        self.tolerance = tolerance
-        self.names = np.arange(count)
+        self.schedule = schedule
+        self.indices = np.arange(count)
         self.theta = start.copy()
         self.values, self.gradient = function(self.theta)
-        self.steps = np.zeros((tolerance.pairs, size, count))
-        self.changes = np.zeros((tolerance.pairs, size, count))
-        self.curvatures = np.zeros((tolerance.pairs, count))
+        self.steps = np.zeros((schedule.pairs, size, count))
+        self.changes = np.zeros((schedule.pairs, size, count))
+        self.curvatures = np.zeros((schedule.pairs, count))
         """1 / (s . y) of each pair; 0 for an empty one."""
         self.stored = 0
         self.scale = np.ones(count)
         self.metric: np.ndarray | None = None
-        """What the recursion starts from: a multiple of the identity, or measured matrices."""
+        """Initial matrices of the recursion, if measured; else `scale` times the identity."""
         self.done = np.zeros(count, dtype=bool)
         self.converged = np.zeros(count, dtype=bool)
         self.is_fresh = np.ones(count, dtype=bool)
-        """Rows that go straight down the slope, for want of pairs."""
+        """Rows that follow the negative gradient because they have no pairs."""
         self.direction = -self.gradient
         self.length, self.slope = np.ones(count), np.zeros(count)
         self.low, self.high = np.zeros(count), np.full(count, np.inf)
@@ -138,10 +144,10 @@ class _Rows:
         self._begin_search(self.is_fresh)
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self.indices)
 
     def advance(self) -> None:
-        """One evaluation of every row: a step where the trial is good, else another trial."""
+        """Evaluate every row once: take the step if the trial is accepted, else move the trial."""
         trial = self.theta + self.length * self.direction
         values, gradient = self.function(trial)
         slope = np.einsum("pr,pr->r", gradient, self.direction)
@@ -156,7 +162,7 @@ class _Rows:
             self._step(take, trial, values, gradient)
 
     def _narrow(self, low_enough: np.ndarray, searching: np.ndarray) -> None:
-        """Rows whose trial failed: too far where the value did not fall, else too short."""
+        """Move rejected trials: closer if the value did not decrease enough, else farther."""
         self.trials = np.where(searching, self.trials + 1, 0)
         self.high = np.where(searching & ~low_enough, self.length, self.high)
         self.low = np.where(searching & low_enough, self.length, self.low)
@@ -164,21 +170,21 @@ class _Rows:
         self.length = np.where(searching, between, self.length)
 
     def _check(self, take: np.ndarray, gained: np.ndarray, slopes: np.ndarray) -> None:
-        """Mark rows that are done, and give rows that are stuck one try down the slope."""
+        """Mark finished rows, and restart stuck rows once along the negative gradient."""
         size = np.abs(self.values)
-        converged = take & (gained <= self.tolerance.decrease * np.maximum(size, 1.0))
-        converged |= take & (slopes <= self.tolerance.slope)
+        converged = take & (gained <= self.schedule.decrease * np.maximum(size, 1.0))
+        converged |= take & (slopes <= self.schedule.slope)
         waiting = ~take & ~self.done
         converged |= waiting & (self.trials > 3) & (np.abs(gained) <= ROUNDING * size)
-        stuck = waiting & ~converged & (self.trials >= MOST_TRIALS)
-        again = stuck & ~self.is_fresh
+        stuck = waiting & ~converged & (self.trials >= MAX_TRIALS)
+        restarted = stuck & ~self.is_fresh
         self.converged |= converged
         self.done |= converged | (stuck & self.is_fresh)
-        if again.any():
-            self.curvatures[:, again] = 0.0
-            self.direction = np.where(again, -self.gradient, self.direction)
-            self.is_fresh |= again
-            self._begin_search(again)
+        if restarted.any():
+            self.curvatures[:, restarted] = 0.0
+            self.direction = np.where(restarted, -self.gradient, self.direction)
+            self.is_fresh |= restarted
+            self._begin_search(restarted)
 
     def _step(
         self, take: np.ndarray, trial: np.ndarray, values: np.ndarray, gradient: np.ndarray
@@ -202,7 +208,7 @@ class _Rows:
         self._begin_search(take)
 
     def _downhill(self) -> np.ndarray:
-        """The two-loop recursion, for all rows: minus the inverse Hessian times the gradient."""
+        """Minus the inverse Hessian times the gradient, by the two-loop recursion."""
         count = min(self.stored, len(self.steps))
         order = [(self.stored - 1 - back) % len(self.steps) for back in range(count)]
         aim = self.gradient.copy()
@@ -220,7 +226,7 @@ class _Rows:
         return -aim
 
     def measure(self) -> None:
-        """Forget the pairs, and begin anew from the curvature where the rows are now."""
+        """Drop the pairs and use the curvature at the rows' current points."""
         hessian = np.moveaxis(self.function.curvature(self.theta), 2, 0)
         trace = np.trace(hessian, axis1=1, axis2=2)
         sound = np.isfinite(trace) & (trace > 0)
@@ -234,7 +240,7 @@ class _Rows:
         self._begin_search(~self.done)
 
     def _begin_search(self, which: np.ndarray) -> None:
-        """Set out along the direction: a whole step, or a short one where nothing is known."""
+        """Start a line search: with a full step, or a short one if there are no pairs."""
         slope = np.einsum("pr,pr->r", self.gradient, self.direction)
         uphill = which & ~(slope < 0)
         if uphill.any():
@@ -249,12 +255,12 @@ class _Rows:
         self.trials = np.where(which, 0, self.trials)
 
     def leave(self, leaving: np.ndarray, ended: Minimum) -> _Rows:
-        """Write down the rows that leave; the others go on."""
-        names = self.names[leaving]
-        ended.theta[:, names] = self.theta[:, leaving]
-        ended.values[names] = self.values[leaving]
-        ended.slopes[names] = np.abs(self.gradient[:, leaving]).max(0, initial=0.0)
-        ended.converged[names] = self.converged[leaving]
+        """Record the rows that leave in `ended` and return the others."""
+        indices = self.indices[leaving]
+        ended.theta[:, indices] = self.theta[:, leaving]
+        ended.values[indices] = self.values[leaving]
+        ended.slopes[indices] = np.abs(self.gradient[:, leaving]).max(0, initial=0.0)
+        ended.converged[indices] = self.converged[leaving]
         part = object.__new__(_Rows)
         part.__dict__.update(self.__dict__)
         part.function = self.function.take(~leaving)

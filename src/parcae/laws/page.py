@@ -14,30 +14,29 @@ from typing import Any
 import numpy as np
 
 from parcae.files import write_text
-from parcae.laws.analysis import ModelStudy, Study
-from parcae.laws.fit_file import plain
+from parcae.laws.analysis import FitResult, ModelFit, to_plain
 
 REPLICAS = 80
 """So many replicas draw a band as well as all do, and keep the page small."""
 PLACE = "/*DATA*/null"
 
 
-def write_page(study: Study, path: str | Path) -> Path | None:
+def write_page(result: FitResult, path: str | Path) -> Path | None:
     """None, and no page, where no training law was fitted."""
-    models = {n: _model(one) for n, one in study.models.items() if "training" in one.laws}
+    models = {n: _model(m) for n, m in result.models.items() if "training" in m.laws}
     if not models:
         return None
     text = resources.files("parcae.laws").joinpath("page.html").read_text(encoding="utf-8")
-    data = json.dumps(plain(models), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(to_plain(models), allow_nan=False, separators=(",", ":"))
     write_text(path, text.replace(PLACE, data.replace("<", "\\u003c"), 1))
     return Path(path)
 
 
-def _model(one: ModelStudy) -> dict[str, Any]:
-    design, shape = one.design, one.design.shape
-    points = design.points
-    chosen = one.laws.get("unified", one.laws["training"])
-    draws = [] if chosen.draws is None else _draws(chosen.draws.values, chosen.law.parameters)
+def _model(model: ModelFit) -> dict[str, Any]:
+    runs, shape = model.runs, model.shape
+    points = runs.points
+    chosen = model.laws.get("unified", model.laws["training"])
+    draws = [] if chosen.samples is None else _draws(chosen.samples.values, chosen.law.parameters)
     depths = sorted(loops for loops in shape.measured if loops > 1)
     return {
         "formula": chosen.law.formula,
@@ -57,10 +56,10 @@ def _model(one: ModelStudy) -> dict[str, Any]:
             for row in zip(
                 points.mean_loops,
                 points.tokens,
-                design.budget,
+                runs.budget,
                 points.test_loops,
                 points.loss,
-                design.learns,
+                runs.fitted,
                 strict=True,
             )
         ],

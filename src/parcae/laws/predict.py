@@ -1,37 +1,32 @@
-"""Questions a fit can answer, with intervals: how deep, how long, how good, how much.
+"""Answers from fitted laws, with intervals: `parcae.predict`.
 
-recommend(model, 1e19)              loops and tokens for a budget, and the loss they reach
-loss_at(model, 8, 11.2e9, 4)        the loss of a run, at any T
-loops_worth(model, 8, 11.2e9, 1e-3) the T from which more loops no longer help
-flops_needed(model, 2.9)            what a loss costs
+parcae.predict(fit, flops=1e19)                           loops and tokens for a FLOP budget
+parcae.predict(fit, loops=8, tokens=11e9, test_loops=4)   the loss of a run, at any T
+parcae.predict(fit, loops=8, tokens=11e9, tolerance=1e-3) the T from which loops hardly help
+parcae.predict(fit, loss=2.9)                             the FLOPs that reach a loss
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from parcae.config import ConfigError
-from parcae.laws.bootstrap import interval
-from parcae.laws.fit_file import FittedLaw, FittedModel
+from parcae.config import ConfigError, require
+from parcae.laws.analysis import FitResult, ModelLaws, read_fit, to_plain
+from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate, interval
 from parcae.laws.forms import TRAINING
-from parcae.laws.optimum import Values, flops_for, frontier, training_part
-from parcae.laws.shape import DEEPEST
+from parcae.laws.isoflop import flops_for, frontier, training_part
+from parcae.laws.model_runs import MAX_LOOPS
+from parcae.recipe import suggest
 
 
 @dataclass(frozen=True)
-class Estimate:
-    value: float
-    low: float | None = None
-    high: float | None = None
-    """The middle 90 % of the bootstrap; None where the law has no replicas."""
-
-
-@dataclass(frozen=True)
-class ByParabolas:
-    """What the power laws through the parabolas' optima say."""
+class PowerLawOptimum:
+    """Loops and tokens by the power laws through the optima of the parabolas."""
 
     loops: Estimate
     tokens: Estimate
@@ -39,69 +34,172 @@ class ByParabolas:
 
 @dataclass(frozen=True)
 class Recommendation:
+    """The best use of a FLOP budget."""
+
     flops: float
     loops: Estimate
-    """Where the law is lowest, a real number."""
+    """The minimum of the law, a real number."""
     tokens: Estimate
     loss: Estimate
     whole_loops: int
-    """The better of the whole numbers next to it; with its tokens and loss."""
+    """The better of the two nearest whole numbers, with its tokens and loss."""
     whole_tokens: float
     whole_loss: float
-    by_parabolas: ByParabolas | None
+    by_parabolas: PowerLawOptimum | None
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An estimate, and what to know about it."""
+    """An estimate, and notes such as that it is an extrapolation."""
 
     estimate: Estimate
     notes: list[str]
 
 
-def recommend(model: FittedModel, flops: float) -> Recommendation:
-    _positive("flops", flops)
-    fitted, shape = model.law("training", "unified"), model.shape
+@dataclass(frozen=True)
+class Prediction:
+    """The answers of `predict`; None for what was not asked."""
+
+    model: str
+    recommendation: Recommendation | None = None
+    """For `flops`."""
+    flops: Answer | None = None
+    """For `loss`: the training FLOPs that reach it."""
+    loss: Answer | None = None
+    """For `loops` and `tokens` (and `test_loops`): the loss of that run."""
+    worth: Answer | None = None
+    """For `tolerance`: the T at which the loss is within this share of its limit."""
+
+    @property
+    def notes(self) -> list[str]:
+        """The notes of all answers, without repeats."""
+        answers = (self.recommendation, self.flops, self.loss, self.worth)
+        notes = [note for answer in answers if answer is not None for note in answer.notes]
+        return list(dict.fromkeys(notes))
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per quantity, with its 90 % interval."""
+        estimates: dict[str, Estimate | None] = {}
+        if best := self.recommendation:
+            estimates |= {"loops": best.loops, "tokens": best.tokens, "loss": best.loss}
+            if best.by_parabolas:
+                estimates["loops by power law"] = best.by_parabolas.loops
+                estimates["tokens by power law"] = best.by_parabolas.tokens
+        names = {"flops needed": self.flops, "loss of the run": self.loss, "test loops": self.worth}
+        estimates |= {name: answer.estimate for name, answer in names.items() if answer}
+        return [
+            {"model": self.model, "quantity": name, **to_plain(value)}
+            for name, value in estimates.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The answers that were asked for, as JSON types."""
+        return {name: value for name, value in to_plain(self).items() if value is not None}
+
+
+def predict(
+    fit: FitResult | Mapping[str, ModelLaws] | str | Path,
+    *,
+    model: str | None = None,
+    flops: float | None = None,
+    loss: float | None = None,
+    loops: float | None = None,
+    tokens: float | None = None,
+    test_loops: float | None = None,
+    tolerance: float | None = None,
+) -> Prediction:
+    """Answer questions from a fit: the result of `parcae.fit`, or a path to fit.json or its folder.
+
+    Give `flops` (a training budget), `loss` (a loss to reach), or `loops` and `tokens` (a run),
+    or several of them. `test_loops` and `tolerance` refer to the run. `model` may be omitted if
+    only one model has laws.
+    """
+    models = fit.models if isinstance(fit, FitResult) else fit
+    models = models if isinstance(models, Mapping) else read_fit(models)
+    has_run = loops is not None and tokens is not None
+    require(
+        flops is not None or loss is not None or has_run,
+        "predict",
+        "no question given",
+        "Give flops, loss, or loops with tokens.",
+    )
+    for name, value in {"test_loops": test_loops, "tolerance": tolerance}.items():
+        require(value is None or has_run, name, "needs a run", "Give loops and tokens with it.")
+    laws = choose_model(models, model)
+    return Prediction(
+        model=laws.model,
+        recommendation=None if flops is None else recommend(laws, flops),
+        flops=None if loss is None else flops_needed(laws, loss),
+        loss=loss_at(laws, loops, tokens, test_loops) if has_run else None,
+        worth=loops_worth(laws, loops, tokens, tolerance)
+        if has_run and tolerance is not None
+        else None,
+    )
+
+
+def choose_model(models: Mapping[str, ModelLaws], name: str | None) -> ModelLaws:
+    """The model of this name, or the only one with laws."""
+    if name is not None:
+        if name not in models:
+            raise ConfigError(f"model: no {name!r} in the fit. {suggest(name, list(models))}")
+        return models[name]
+    with_laws = [model for model in models.values() if model.laws]
+    if len(with_laws) != 1:
+        listed = ", ".join(model.model for model in with_laws) or "none"
+        raise ConfigError(f"model: the fit has laws for several models: {listed}. Name one.")
+    return with_laws[0]
+
+
+def recommend(model: ModelLaws, flops: float) -> Recommendation:
+    """The best loops and tokens for a training budget."""
+    _check_positive("flops", flops)
+    law, shape = model.law("training", "unified"), model.shape
 
     def loops(values: Values) -> np.ndarray:
         return frontier(values, shape, flops)[0]
 
-    best = estimate(fitted, loops)
-    whole, loss = _best_whole(fitted, model, flops, best.value)
+    best = estimate(law, loops)
+    whole, loss = _best_whole(law, model, flops, best.value)
     parabolas = None
     if {"loops", "tokens"} <= set(model.power_laws):
-        parabolas = ByParabolas(*(_by_power_law(model, n, flops) for n in ("loops", "tokens")))
+        parabolas = PowerLawOptimum(
+            *(_by_power_law(model, name, flops) for name in ("loops", "tokens"))
+        )
     return Recommendation(
         flops=flops,
         loops=best,
-        tokens=estimate(fitted, lambda values: flops / shape.flops_per_token(loops(values))),
-        loss=estimate(fitted, lambda values: frontier(values, shape, flops)[1]),
+        tokens=estimate(law, lambda values: flops / shape.flops_per_token(loops(values))),
+        loss=estimate(law, lambda values: frontier(values, shape, flops)[1]),
         whole_loops=whole,
-        whole_tokens=flops / _cost(model, whole),
+        whole_tokens=flops / _flops_per_token(model, whole),
         whole_loss=loss,
         by_parabolas=parabolas,
-        notes=[*_beyond(model, flops=flops, mean_loops=best.value), *_at_the_end(best.value)],
+        notes=[
+            *_extrapolations(model, flops=flops, mean_loops=best.value),
+            *_boundary_notes(best.value),
+        ],
     )
 
 
-def _by_power_law(model: FittedModel, name: str, flops: float) -> Estimate:
+def _by_power_law(model: ModelLaws, name: str, flops: float) -> Estimate:
     law = model.power_laws[name]
-    ends = interval(law.at(flops)) if law.replicas else (None, None)
+    ends = interval(law.sample_optima(flops)) if law.samples else (None, None)
     return Estimate(float(law(flops)), *ends)
 
 
 def loss_at(
-    model: FittedModel, loops: float, tokens: float, test_loops: float | None = None
+    model: ModelLaws, loops: float, tokens: float, test_loops: float | None = None
 ) -> Answer:
-    _positive("tokens", tokens)
-    _at_least_one("loops", loops)
+    """The loss of a run, at T = mu or at `test_loops`."""
+    _check_positive("tokens", tokens)
+    _check_loops("loops", loops)
     if test_loops is not None:
-        _at_least_one("test-loops", test_loops)
+        _check_loops("test_loops", test_loops)
     names = ("training", "unified") if test_loops is None else ("unified",)
-    fitted = model.law(*names)
+    result = model.law(*names)
     at = model.shape.points(loops, tokens, test_loops)
-    law = TRAINING if test_loops is None else fitted.law
+    law = TRAINING if test_loops is None else result.law
 
     def loss(values: Values) -> np.ndarray:
         chosen = {name: values[name] for name in law.parameters}
@@ -109,15 +207,15 @@ def loss_at(
 
     asked = {"mean_loops": loops, "tokens": tokens}
     asked |= {} if test_loops is None else {"test_loops": test_loops}
-    return Answer(estimate(fitted, loss), _beyond(model, **asked))
+    return Answer(estimate(result, loss), _extrapolations(model, **asked))
 
 
-def loops_worth(model: FittedModel, loops: float, tokens: float, tolerance: float) -> Answer:
-    """The T at which the loss is within a share `tolerance` of what endless loops would reach."""
-    _positive("tolerance", tolerance)
-    _at_least_one("loops", loops)
-    _positive("tokens", tokens)
-    fitted = model.law("unified")
+def loops_worth(model: ModelLaws, loops: float, tokens: float, tolerance: float) -> Answer:
+    """The T at which the loss is within a share `tolerance` of its limit for large T."""
+    _check_positive("tolerance", tolerance)
+    _check_loops("loops", loops)
+    _check_positive("tokens", tokens)
+    result = model.law("unified")
     at = model.shape.points(loops, tokens)
 
     def depth(values: Values) -> np.ndarray:
@@ -125,75 +223,67 @@ def loops_worth(model: FittedModel, loops: float, tokens: float, tolerance: floa
         excess = np.atleast_1d(values["Z"]) / (tolerance * floor)
         return np.maximum(1.0, loops * np.log(excess) / np.atleast_1d(values["z"]))
 
-    found = estimate(fitted, depth)
-    return Answer(found, _beyond(model, mean_loops=loops, tokens=tokens, test_loops=found.value))
+    answer = estimate(result, depth)
+    asked = {"mean_loops": loops, "tokens": tokens, "test_loops": answer.value}
+    return Answer(answer, _extrapolations(model, **asked))
 
 
-def flops_needed(model: FittedModel, loss: float) -> Answer:
-    _positive("loss", loss)
-    fitted, shape = model.law("training", "unified"), model.shape
-    found = estimate(fitted, lambda values: flops_for(values, shape, loss)[0])
-    if not np.isfinite(found.value):
-        _, lowest = frontier(fitted.values, shape, 1e60)
+def flops_needed(model: ModelLaws, loss: float) -> Answer:
+    """The fewest training FLOPs that reach a loss."""
+    _check_positive("loss", loss)
+    law, shape = model.law("training", "unified"), model.shape
+    answer = estimate(law, lambda values: flops_for(values, shape, loss)[0])
+    if not np.isfinite(answer.value):
+        _, lowest = frontier(law.values, shape, 1e60)
         raise ConfigError(
-            f"--loss: {model.model} never reaches {loss:g}: with endless data and {DEEPEST:g} "
-            f"loops its law ends at {lowest[0]:.4f}. Ask for more, or fit a larger model."
+            f"loss: {model.model} never reaches {loss:g}: with unlimited data and {MAX_LOOPS:g} "
+            f"loops its law gives {lowest[0]:.4f}. Give a higher loss, or fit a larger model."
         )
-    loops = float(flops_for(fitted.values, shape, loss)[1][0])
-    return Answer(found, _beyond(model, flops=found.value, mean_loops=loops))
+    loops = float(flops_for(law.values, shape, loss)[1][0])
+    return Answer(answer, _extrapolations(model, flops=answer.value, mean_loops=loops))
 
 
-def estimate(fitted: FittedLaw, what: Callable[[Values], np.ndarray]) -> Estimate:
-    """A quantity of the fit, with the interval of the same quantity over its replicas."""
-    value = float(np.atleast_1d(what(fitted.values))[0])
-    if fitted.draws is None:
-        return Estimate(value)
-    return Estimate(value, *interval(np.atleast_1d(what(fitted.draws.values))))
-
-
-def _best_whole(
-    fitted: FittedLaw, model: FittedModel, flops: float, loops: float
-) -> tuple[int, float]:
+def _best_whole(law: LawResult, model: ModelLaws, flops: float, loops: float) -> tuple[int, float]:
     near = sorted({max(1, int(np.floor(loops))), int(np.ceil(loops))})
-    tokens = [flops / _cost(model, one) for one in near]
+    tokens = [flops / _flops_per_token(model, whole) for whole in near]
     at = model.shape.points(near, tokens)
-    losses = TRAINING.predict(training_part(fitted.values), at)
+    losses = TRAINING.predict(training_part(law.values), at)
     best = int(losses.argmin())
     return near[best], float(losses[best])
 
 
-def _cost(model: FittedModel, loops: int) -> float:
-    """FLOPs per token: as measured where there were runs, else on the line through them."""
+def _flops_per_token(model: ModelLaws, loops: int) -> float:
+    """As measured if there were runs at this depth, else on the line through them."""
     measured = model.shape.measured.get(float(loops))
     return float(model.shape.flops_per_token(loops)) if measured is None else measured[1]
 
 
-def _beyond(model: FittedModel, **asked: float) -> list[str]:
-    """A note for everything that lies outside of what the laws have learnt from."""
+def _extrapolations(model: ModelLaws, **asked: float) -> list[str]:
+    """A note for every value outside the range of the fitted runs."""
     notes = []
     for name, value in asked.items():
         low, high = model.spans[name]
         if not low * 0.999 <= value <= high * 1.001:
             notes.append(
-                f"{name} {value:.4g} lies outside the runs ({low:.4g} to {high:.4g}): "
+                f"{name} {value:.4g} is outside the runs ({low:.4g} to {high:.4g}): "
                 "an extrapolation."
             )
     return notes
 
 
-def _at_the_end(loops: float) -> list[str]:
-    if loops > 0.98 * DEEPEST:
-        return [f"the law still falls at {DEEPEST:g} loops: it knows no optimum here."]
+def _boundary_notes(loops: float) -> list[str]:
+    if loops > 0.98 * MAX_LOOPS:
+        return [f"the law still decreases at {MAX_LOOPS:g} loops: it has no optimum below."]
     if loops < 1.005:
-        return ["the law is lowest without looping: this budget is too small for it."]
+        return ["the law is lowest at 1 loop: this budget is too small for looping to help."]
     return []
 
 
-def _at_least_one(name: str, value: float) -> None:
+def _check_loops(name: str, value: float) -> None:
     if not (np.isfinite(value) and value >= 1):
-        raise ConfigError(f"--{name}: {value:g} loops are not possible. Use 1 or more.")
+        raise ConfigError(f"{name}: must be >= 1, but is {value:g}. Give a number of loops.")
 
 
-def _positive(name: str, value: float) -> None:
+def _check_positive(name: str, value: float) -> None:
     if not (np.isfinite(value) and value > 0):
-        raise ConfigError(f"--{name}: {value:g} is not a positive number. Use one, such as 1e19.")
+        raise ConfigError(f"{name}: must be > 0, but is {value:g}. Give a number such as 1e19.")

@@ -1,139 +1,139 @@
-"""A study in words and tables: the same ones for the terminal and for summary.md."""
+"""The tables and warnings of a fit, for the terminal and for summary.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcae.laws.analysis import ModelStudy, Study
-from parcae.laws.bootstrap import LEVEL
-from parcae.laws.fit_file import FittedLaw
-from parcae.laws.predict import Estimate
+from parcae.laws.analysis import FitResult, ModelFit
+from parcae.laws.bootstrap import LEVEL, Estimate, LawResult
 
-NONE = "–"
+MISSING = "–"
 
 
 @dataclass(frozen=True)
-class View:
-    """A table to show: first column names, the others numbers."""
+class SummaryTable:
+    """A table of text cells: names in the first column, numbers in the others."""
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
 
 
-def views(study: Study) -> Iterator[View]:
-    """Every table of the study that has rows."""
-    several = list(study.models.values())
-    for one in several:
-        yield from _laws(one)
-    made = (
-        _power_laws(several),
-        _fixed_depth(several),
-        _forms(several),
-        _recovery(several),
-        _conditionings(several),
-        _held_out(several),
-        _gaps(study),
+def summary_tables(result: FitResult) -> Iterator[SummaryTable]:
+    """All tables of a fit that have rows."""
+    models = list(result.models.values())
+    for model in models:
+        yield from _laws(model)
+    tables = (
+        _power_laws(models),
+        _fixed_depth(models),
+        _forms(models),
+        _recovery(models),
+        _conditionings(models),
+        _held_out(models),
+        _gaps(result),
     )
-    yield from (view for view in made if view.rows)
+    yield from (table for table in tables if table.rows)
 
 
-def notes(study: Study) -> dict[str, list[str]]:
-    """By model: what was not fitted, and what to be careful about."""
-    said = {}
-    for name, one in study.models.items():
+def notes(result: FitResult) -> dict[str, list[str]]:
+    """By model: the laws that were not fitted and why, and the warnings."""
+    lines = {}
+    for name, model in result.models.items():
         reasons: dict[str, list[str]] = {}
-        for law, reason in one.not_fitted.items():
+        for law, reason in model.not_fitted.items():
             reasons.setdefault(reason, []).append(law)
-        listed = [f"not fitted: {', '.join(of)}. {why}" for why, of in reasons.items()]
-        if listed or one.warnings:
-            said[name] = [*listed, *one.warnings]
-    return said
+        listed = [f"not fitted: {', '.join(laws)}. {why}" for why, laws in reasons.items()]
+        if listed or model.warnings:
+            lines[name] = [*listed, *model.warnings]
+    return lines
 
 
-def markdown(study: Study, figures: Sequence[str] = ()) -> str:
-    """The whole summary as one page."""
+def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
+    """The text of summary.md, with links to the figures."""
+    data, samples = result.data, result.settings.bootstrap_samples
+    checksum = f" (sha256 {data.sha256[:12]}…)" if data.sha256 else ""
+    intervals = f" Intervals are {LEVEL:.0%} intervals of {samples} bootstrap samples."
     parts = [
         "# Scaling laws\n",
-        f"{len(study.table)} losses from `{study.table.source}`"
-        + (f" (sha256 {study.table.sha256[:12]}…)" if study.table.sha256 else "")
-        + f". Intervals hold the middle {LEVEL:.0%} of {study.effort.draws} bootstrap replicas.\n",
+        f"{len(data)} losses from `{data.source}`{checksum}.{intervals if samples else ''}\n",
     ]
-    for model, lines in notes(study).items():
-        parts.append(f"**{_literal(model)}**\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
-    for view in views(study):
-        head = f"| {' | '.join(view.columns)} |"
-        rule = "|---" + "|---:" * (len(view.columns) - 1) + "|"
-        body = "\n".join(f"| {' | '.join(map(_literal, row))} |" for row in view.rows)
-        parts.append(f"## {_literal(view.title)}\n\n{head}\n{rule}\n{body}\n")
+    for model, lines in notes(result).items():
+        parts.append(f"**{_escape(model)}**\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+    for table in summary_tables(result):
+        head = f"| {' | '.join(table.columns)} |"
+        rule = "|---" + "|---:" * (len(table.columns) - 1) + "|"
+        body = "\n".join(f"| {' | '.join(map(_escape, row))} |" for row in table.rows)
+        parts.append(f"## {_escape(table.title)}\n\n{head}\n{rule}\n{body}\n")
     parts += [f"![{name.partition('.')[0]}]({name})\n" for name in figures]
     return "\n".join(parts)
 
 
-def _literal(text: str) -> str:
-    """A model's name is the user's: it must not end a cell or begin a tag."""
+def _escape(text: str) -> str:
+    """Text (such as a user's model name) that cannot end a table cell or start an HTML tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _laws(one: ModelStudy) -> Iterator[View]:
-    model = one.design.model
+def _laws(model: ModelFit) -> Iterator[SummaryTable]:
     for name in ("training", "unified"):
-        fitted = one.laws.get(name)
-        if fitted is None or fitted.quality is None:
+        law = model.laws.get(name)
+        if law is None or law.quality is None:
             continue
-        intervals = fitted.intervals()
+        intervals = law.intervals
         rows = [
-            (key, f"{value:.4g}", _span(intervals.get(key))) for key, value in fitted.values.items()
+            (key, f"{value:.4g}", _interval(intervals.get(key)))
+            for key, value in law.values.items()
         ]
-        yield View(f"{model}: {fitted.law.formula}", ("", "value", "interval"), rows)
-        yield View(f"{model}: how well {name} fits", ("", "value"), _quality(fitted))
+        title = f"{model.model}: {law.law.formula}"
+        yield SummaryTable(title, ("parameter", "value", "interval"), rows)
+        title = f"{model.model}: goodness of fit of the {name} law"
+        yield SummaryTable(title, ("", "value"), _quality(law))
 
 
-def _quality(fitted: FittedLaw) -> list[tuple[str, ...]]:
-    found = fitted.quality
-    assert found is not None
+def _quality(law: LawResult) -> list[tuple[str, ...]]:
+    quality = law.quality
+    assert quality is not None
     rows = [
-        ("losses", f"{found.points}"),
-        ("Huber loss, sum", f"{found.objective:.3g}"),
-        ("R²", f"{found.r_squared:.5f}"),
-        ("error, mean", _percent(found.mean_error)),
-        ("error, largest", _percent(found.max_error)),
-        ("starts that converged", f"{fitted.converged:.0%}"),
-        ("of them, at this optimum", f"{fitted.agreeing:.0%}"),
+        ("losses", f"{quality.points}"),
+        ("sum of Huber losses", f"{quality.objective:.3g}"),
+        ("R²", f"{quality.r_squared:.5f}"),
+        ("mean error", _percent(quality.mean_error)),
+        ("largest error", _percent(quality.max_error)),
+        ("starts that converged", f"{law.converged:.0%}"),
+        ("starts that found this optimum", f"{law.agreeing:.0%}"),
     ]
-    if fitted.left_out:
-        mean = sum(fitted.left_out.values()) / len(fitted.left_out)
-        worst = max(fitted.left_out, key=lambda budget: fitted.left_out[budget])
-        rows.append(("error at a budget left out, mean", _percent(mean)))
-        rows.append((f"  largest, at {worst:.3g}", _percent(fitted.left_out[worst])))
+    if law.left_out:
+        mean = sum(law.left_out.values()) / len(law.left_out)
+        worst = max(law.left_out, key=lambda budget: law.left_out[budget])
+        rows.append(("mean error at a budget left out", _percent(mean)))
+        rows.append((f"largest, at {worst:.3g} FLOPs", _percent(law.left_out[worst])))
     return rows
 
 
-def _power_laws(several: list[ModelStudy]) -> View:
+def _power_laws(models: list[ModelFit]) -> SummaryTable:
     rows = []
-    for one in several:
-        for name, law in one.power_laws.items():
-            span = _span(one.power_intervals.get(name))
-            rows.append(
-                (one.design.model, f"{name}*", f"{law.exponent:.3f}", span, str(len(law.budgets)))
-            )
-    columns = ("model", "optimum", "exponent of C", "interval", "budgets used")
-    return View("Optima of the parabolas", columns, rows)
+    for model in models:
+        for name, law in model.power_laws.items():
+            ends = _interval(model.power_law_intervals.get(name))
+            count = str(len(law.budgets))
+            rows.append((model.model, f"optimal {name}", f"{law.exponent:.3f}", ends, count))
+    columns = ("model", "optimum", "exponent of FLOPs", "interval", "budgets used")
+    return SummaryTable("Power laws of the parabolas' optima", columns, rows)
 
 
-def _fixed_depth(several: list[ModelStudy]) -> View:
+def _fixed_depth(models: list[ModelFit]) -> SummaryTable:
     rows = []
-    for one in several:
-        for row in one.fixed_depth:
-            gain = NONE if row.fixed_loss is None else f"{row.fixed_loss - row.best_loss:+.4f}"
+    for model in models:
+        for row in model.fixed_depth:
+            gain = MISSING if row.fixed_loss is None else f"{row.fixed_loss - row.best_loss:+.4f}"
             rows.append(
                 (
-                    one.design.model,
+                    model.model,
                     f"{row.budget:.3g}",
                     f"{row.best_loops:g}",
                     f"{row.best_loss:.4f}",
-                    NONE if row.fixed_loss is None else f"{row.fixed_loss:.4f}",
+                    MISSING if row.fixed_loss is None else f"{row.fixed_loss:.4f}",
                     gain,
                     _estimate(row.law_loops, 1),
                     _estimate(row.law_loss, 4),
@@ -142,80 +142,85 @@ def _fixed_depth(several: list[ModelStudy]) -> View:
     columns = (
         "model",
         "FLOPs",
-        "best μ run",
-        "loss",
-        "at fixed depth",
-        "gain",
-        "law's μ*",
+        "μ of the best run",
         "its loss",
+        "loss at fixed depth",
+        "gain",
+        "optimal μ by the law",
+        "loss by the law",
     )
-    return View("Looping against fixed depth", columns, rows)
+    return SummaryTable("Looping compared with fixed depth", columns, rows)
 
 
-def _forms(several: list[ModelStudy]) -> View:
+def _forms(models: list[ModelFit]) -> SummaryTable:
     rows = []
-    for one in several:
-        for score in one.forms:
+    for model in models:
+        for score in model.forms:
             rows.append(
                 (
-                    one.design.model,
+                    model.model,
                     score.law.formula,
                     f"{1e7 * score.inside:.3g}",
-                    NONE if score.beyond is None else f"{1e7 * score.beyond:.3g}",
+                    MISSING if score.beyond is None else f"{1e7 * score.beyond:.3g}",
                     f"{score.curves} / {score.curves_beyond}",
                 )
             )
-    columns = ("model", "form", "all T", "T > μ, fitted on T ≤ μ", "curves")
-    return View("Test-time forms: average Huber loss, 1e-7", columns, rows)
+    columns = ("model", "form", "all T", "T > μ, fitted to T ≤ μ", "curves")
+    return SummaryTable("Test-time forms: average Huber loss in 1e-7", columns, rows)
 
 
-def _recovery(several: list[ModelStudy]) -> View:
+def _recovery(models: list[ModelFit]) -> SummaryTable:
     rows = [
         (
-            one.design.model,
-            _percent(one.recovery.mean),
-            _percent(one.recovery.largest),
-            str(one.recovery.curves),
+            model.model,
+            _percent(model.recovery.mean),
+            _percent(model.recovery.largest),
+            str(model.recovery.curves),
         )
-        for one in several
-        if one.recovery is not None
+        for model in models
+        if model.recovery is not None
     ]
-    return View("L∞ against the loss at T = μ", ("model", "mean", "largest", "curves"), rows)
+    return SummaryTable(
+        "Relative difference of L∞ and the loss at T = μ",
+        ("model", "mean", "largest", "curves"),
+        rows,
+    )
 
 
-def _conditionings(several: list[ModelStudy]) -> View:
+def _conditionings(models: list[ModelFit]) -> SummaryTable:
     rows = []
-    for one in several:
-        for row in one.conditionings:
+    for model in models:
+        for row in model.conditionings:
             rows.append(
                 (
-                    one.design.model,
+                    model.model,
                     row.formula,
                     f"{row.grid:.3g}",
                     f"{row.grid_frozen:.3g}",
-                    NONE if row.held_out is None else f"{row.held_out:.3g}",
-                    NONE if row.held_out_frozen is None else f"{row.held_out_frozen:.3g}",
-                    NONE if row.gamma is None else f"{row.gamma:.3f}",
+                    MISSING if row.held_out is None else f"{row.held_out:.3g}",
+                    MISSING if row.held_out_frozen is None else f"{row.held_out_frozen:.3g}",
+                    MISSING if row.gamma is None else f"{row.gamma:.3f}",
                 )
             )
-    columns = ("model", "decay", "grid", "… training law held", "held out", "… law held", "γ")
-    return View("How the decay depends on μ: total Huber loss", columns, rows)
+    columns = ("model", "decay", "grid", "grid, frozen", "held-out", "held-out, frozen", "γ")
+    title = "Dependence of the decay on μ: total Huber loss, jointly fitted and training law frozen"
+    return SummaryTable(title, columns, rows)
 
 
-def _held_out(several: list[ModelStudy]) -> View:
+def _held_out(models: list[ModelFit]) -> SummaryTable:
     rows = []
-    for one in several:
-        for row in one.held_out:
+    for model in models:
+        for row in model.held_out:
             rows.append(
                 (
-                    one.design.model,
+                    model.model,
                     f"{row.mean_loops:g}",
                     f"{row.tokens:.3g}",
                     f"{row.measured:.4f}",
                     _estimate(row.predicted, 4),
                     _percent(row.error),
-                    NONE if row.curve_error is None else _percent(row.curve_error),
-                    NONE if row.oracle_error is None else _percent(row.oracle_error),
+                    MISSING if row.curve_error is None else _percent(row.curve_error),
+                    MISSING if row.oracle_error is None else _percent(row.oracle_error),
                 )
             )
     columns = (
@@ -225,32 +230,32 @@ def _held_out(several: list[ModelStudy]) -> View:
         "measured",
         "predicted",
         "error",
-        "over all T",
-        "with oracle",
+        "error over all T",
+        "given the loss at T = μ",
     )
-    return View("Runs no law has seen", columns, rows)
+    return SummaryTable("Held-out runs", columns, rows)
 
 
-def _gaps(study: Study) -> View:
+def _gaps(result: FitResult) -> SummaryTable:
     rows = [
         (gap.looped, f"{gap.transformer} → {gap.larger}", gap.score, f"{gap.share:.1%}")
-        for gap in study.gaps
+        for gap in result.gap_shares
     ]
     columns = ("model", "gap", "score", "closed")
-    return View("Share of the gap to the next larger Transformer", columns, rows)
+    return SummaryTable("Share of the gap to the next larger Transformer", columns, rows)
 
 
 def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _span(span: tuple[float, float] | None) -> str:
-    return NONE if span is None else f"{span[0]:.4g} … {span[1]:.4g}"
+def _interval(ends: tuple[float, float] | None) -> str:
+    return MISSING if ends is None else f"{ends[0]:.4g} … {ends[1]:.4g}"
 
 
 def _estimate(value: Estimate | None, digits: int) -> str:
     if value is None:
-        return NONE
+        return MISSING
     if value.low is None or value.high is None:
         return f"{value.value:.{digits}f}"
     return f"{value.value:.{digits}f} ({value.low:.{digits}f} … {value.high:.{digits}f})"

@@ -3,11 +3,10 @@
     model,mean_loops,tokens,flops,effective_params,test_loops,loss
     parcae-140m,2,1763602140,1e18,158482176,2,3.266
 
-Columns beyond these are allowed and kept. Some of them mean something: `seed` and `run` tell apart
-runs that are otherwise alike, `role` (`fit` or `held-out`) says which runs a law may learn from,
-`budget` which runs share one where FLOPs are not quite equal; `core` and `core_extended` are
-scores that the gap to the next larger Transformer is told in.
-A table that cannot be right is refused, with the rows and the columns at fault.
+More columns are allowed and kept. Some have a meaning: `seed` and `run` distinguish runs that are
+otherwise equal, `role` (`fit` or `held-out`) says which runs laws are fitted to, `budget` groups
+runs whose FLOPs are not exactly equal; `core` and `core_extended` are benchmark scores that
+`gap_shares` compares. An inconsistent table raises an error that names the rows and columns.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,37 @@ from parcae.recipe import suggest
 COLUMNS = ("model", "mean_loops", "tokens", "flops", "effective_params", "test_loops", "loss")
 NUMBERS = (*COLUMNS[1:], "budget")
 TEXTS = ("model", "run")
-"""Names, also where they are spelled like numbers."""
-IDENTITY = ("model", "mean_loops", "tokens", "flops", "seed", "run")
-"""Rows that agree in these belong to one run."""
+"""Columns that hold text, even if it looks like a number."""
+RUN_KEYS = ("model", "mean_loops", "tokens", "flops", "seed", "run")
+"""Rows with equal values in these columns belong to one run."""
 ROLES = ("fit", "held-out")
 SUFFIXES = (".csv", ".parquet")
-SHOWN = 6
+TABLE_FILE = "runs.csv"
+"""The table in the folder of a sweep."""
+MAX_LISTED_ROWS = 6
+TRANSFORMER = "transformer"
+"""Models whose name starts so are baselines."""
+SCORES = ("loss", "core", "core_extended")
+SAME_TOKENS = 0.01
+"""Relative difference below which two models count as trained on the same number of tokens."""
 
 
 class TableError(ConfigError):
-    """A table that no law should be fitted to. The message names rows, columns and the remedy."""
+    """An invalid table. The message names the rows, the columns and how to fix them."""
+
+
+class FitError(ConfigError):
+    """Data that do not determine a law. The message says what is missing and what to add."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Valid once it exists; columns are arrays of equal length, numbers as float64."""
+    """Columns of equal length, numbers as float64; validated when it is created."""
 
     columns: Mapping[str, np.ndarray]
     source: str = "table"
     sha256: str = ""
-    """Of the file it was read from."""
+    """Checksum of the file it was read from; empty if it was not read from a file."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -63,44 +74,68 @@ class Table:
 
     @property
     def models(self) -> list[str]:
-        """In order of appearance."""
+        """Names of the models, in order of appearance."""
         return list(dict.fromkeys(self["model"].tolist()))
 
     @property
     def run(self) -> np.ndarray:
-        """A number for each row's run."""
-        keys = [name for name in IDENTITY if name in self]
-        numbers: dict[tuple[Any, ...], int] = {}
-        columns = ([_same_if_empty(one) for one in self[name].tolist()] for name in keys)
-        listed = zip(*columns, strict=True)
-        return np.array([numbers.setdefault(key, len(numbers)) for key in listed])
+        """The index of each row's run."""
+        keys = [name for name in RUN_KEYS if name in self]
+        indices: dict[tuple[Any, ...], int] = {}
+        columns = ([_none_if_empty(value) for value in self[name].tolist()] for name in keys)
+        return np.array(
+            [indices.setdefault(key, len(indices)) for key in zip(*columns, strict=True)]
+        )
 
 
-def _same_if_empty(value: Any) -> Any:
-    """An empty cell is like another empty cell; NaN is not like NaN."""
+def _none_if_empty(value: Any) -> Any:
+    """None for an empty cell or NaN, so that empty cells compare equal."""
     return None if value != value or value == "" else value
 
 
+def as_table(source: Any) -> Table:
+    """A `Table` from any description of one.
+
+    A path to a .csv or .parquet file or to the folder of a sweep, a list of dicts (one per row), a
+    dict of columns, or an object with `to_dict("list")` such as a pandas DataFrame.
+    """
+    if isinstance(source, Table):
+        return source
+    if isinstance(source, str | Path):
+        path = Path(source)
+        return read_table(path / TABLE_FILE if path.is_dir() else path)
+    if hasattr(source, "to_dict"):
+        source = source.to_dict("list")
+    if isinstance(source, Mapping):
+        columns = {str(name): list(values) for name, values in source.items()}
+        lengths = {name: len(values) for name, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise TableError(f"table: columns of different length: {lengths}. Make them equal.")
+        return Table(_typed(columns, "table"), "table")
+    return table_from_rows(list(source))
+
+
 def table_from_rows(rows: Sequence[Mapping[str, Any]], source: str = "table") -> Table:
-    """A table from records; a key that a record lacks is empty there."""
+    """A table from one dict per row; a key missing in a row is an empty cell."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     raw = {name: [row.get(name) for row in rows] for name in names}
     return Table(_typed(raw, source), source)
 
 
 def read_table(path: str | Path) -> Table:
+    """Read a .csv or .parquet file."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise TableError(f"{path}: not a table this can read. Use one of {', '.join(SUFFIXES)}.")
+        raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
     raw = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
     return Table(_typed(raw, str(path)), str(path), sha256(path))
 
 
 def write_table(path: str | Path, table: Table) -> Path:
-    """Whole or not at all; the suffix decides the format."""
+    """Write a .csv or .parquet file atomically."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
-        raise TableError(f"{path}: not a table's name. Use one of {', '.join(SUFFIXES)}.")
+        raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -112,13 +147,13 @@ def write_table(path: str | Path, table: Table) -> Path:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(table.columns)
-    writer.writerows(zip(*(map(_spell, values) for values in table.columns.values()), strict=True))
+    writer.writerows(zip(*(map(_cell, values) for values in table.columns.values()), strict=True))
     write_text(path, text.getvalue())
     return path
 
 
-def _spell(value: Any) -> str:
-    """Numbers with every digit they have; a float keeps a decimal point only if it needs one."""
+def _cell(value: Any) -> str:
+    """The text of a CSV cell: all digits of a number, without a trailing .0."""
     if isinstance(value, float | np.floating):
         return (
             str(int(value))
@@ -133,21 +168,23 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
         with reading(path), path.open(newline="", encoding="utf-8-sig") as stream:
             rows = list(csv.reader(stream))
     except UnicodeDecodeError:
-        raise FileError(f"{path}: not UTF-8. Convert it.") from None
+        raise FileError(f"{path}: not encoded as UTF-8. Convert it.") from None
     except csv.Error as error:
-        raise FileError(f"{path}: not CSV ({error}). Write it anew.") from None
+        raise FileError(f"{path}: not a CSV file ({error}). Write it again.") from None
     if not rows:
-        raise TableError(f"{path}: empty. The first line names the columns {', '.join(COLUMNS)}.")
+        raise TableError(
+            f"{path}: empty. The first line must name the columns {', '.join(COLUMNS)}."
+        )
     names, body = [name.strip() for name in rows[0]], [row for row in rows[1:] if row]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise TableError(f"{path}: the column {twice[0]!r} is there twice. Remove one.")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise TableError(f"{path}: the column {repeated[0]!r} appears twice. Remove one.")
     for number, row in enumerate(body, 1):
         if len(row) != len(names):
             raise TableError(
-                f"{path}: row {number} has {len(row)} cells for {len(names)} columns. Mend the row."
+                f"{path}: row {number} has {len(row)} cells for {len(names)} columns. Fix that row."
             )
-    return {name: [row[place].strip() for row in body] for place, name in enumerate(names)}
+    return {name: [row[index].strip() for row in body] for index, name in enumerate(names)}
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -158,30 +195,30 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         try:
             return pyarrow.parquet.read_table(path).to_pydict()
         except pyarrow.ArrowInvalid as error:
-            raise FileError(f"{path}: not a Parquet file ({error}). Write it anew.") from None
+            raise FileError(f"{path}: not a Parquet file ({error}). Write it again.") from None
 
 
 def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:
     missing = [name for name in COLUMNS if name not in raw]
     if missing:
-        have = ", ".join(raw) or "none"
-        near = suggest(missing[0], list(raw)) if raw else ""
+        present = ", ".join(raw) or "none"
+        hint = suggest(missing[0], list(raw)) if raw else ""
         raise TableError(
-            f"{source}: no column {missing[0]!r}. Its columns are: {have}. "
-            f"Add it, or rename one. {near}".strip()
+            f"{source}: no column {missing[0]!r}. Its columns are: {present}. "
+            f"Add it, or rename one. {hint}".strip()
         )
     return {
         name: _numbers(name, values, source)
         if name in NUMBERS
         else _text(values)
         if name in TEXTS
-        else _plain(values)
+        else _numbers_or_text(values)
         for name, values in raw.items()
     }
 
 
-def _plain(values: list[Any]) -> np.ndarray:
-    """Numbers where all are; else text."""
+def _numbers_or_text(values: list[Any]) -> np.ndarray:
+    """Numbers if every value is one (NaN for empty cells), else text."""
     try:
         return np.array([np.nan if value in ("", None) else float(value) for value in values])
     except (TypeError, ValueError):
@@ -189,19 +226,21 @@ def _plain(values: list[Any]) -> np.ndarray:
 
 
 def _text(values: list[Any]) -> np.ndarray:
-    return np.array(["" if value is None else str(value) for value in values], dtype=object)
+    empty = (value is None or value != value for value in values)
+    cells = ["" if none else str(value) for none, value in zip(empty, values, strict=True)]
+    return np.array(cells, dtype=object)
 
 
 def _numbers(name: str, values: list[Any], source: str) -> np.ndarray:
     numbers, wrong = np.full(len(values), np.nan), []
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         try:
-            numbers[place] = float(value) if value not in ("", None) else np.nan
+            numbers[index] = float(value) if value not in ("", None) else np.nan
         except (TypeError, ValueError):
-            wrong.append(place)
+            wrong.append(index)
     if wrong:
         raise TableError(
-            f"{source}: {name!r} is no number in {_rows(wrong)} (such as {values[wrong[0]]!r}). "
+            f"{source}: {name!r} is not a number in {_rows(wrong)} (such as {values[wrong[0]]!r}). "
             "Write numbers like 1e18 or 2.95."
         )
     return numbers
@@ -213,12 +252,14 @@ def _check(table: Table) -> None:
         raise TableError(f"{source}: no rows. Add one for each measured loss.")
     for name in (name for name in NUMBERS if name in table):
         values = table[name]
-        _refuse(table, ~np.isfinite(values), f"{name!r} is empty or not finite", "Remove or mend")
-        _refuse(table, values <= 0, f"{name!r} is not positive", "Correct")
-    nameless = np.array([not name.strip() for name in table["model"].tolist()])
-    _refuse(table, nameless, "'model' is empty", "Name")
+        _refuse(
+            table, ~np.isfinite(values), f"{name!r} is empty or not finite", "Remove or correct"
+        )
+        _refuse(table, values <= 0, f"{name!r} must be > 0, but is not", "Correct")
+    unnamed = np.array([not name.strip() for name in table["model"].tolist()])
+    _refuse(table, unnamed, "'model' is empty", "Name the model of")
     for name in ("mean_loops", "test_loops"):
-        _refuse(table, table[name] < 1, f"{name!r} is below 1", "Correct")
+        _refuse(table, table[name] < 1, f"{name!r} must be >= 1, but is not", "Correct")
     if "role" in table:
         wrong = np.array([role not in ROLES for role in table["role"].tolist()])
         _refuse(table, wrong, f"'role' is neither {' nor '.join(ROLES)}", "Correct")
@@ -226,49 +267,117 @@ def _check(table: Table) -> None:
     _check_sizes(table)
     if len(table) > 1 and np.ptp(table["loss"]) == 0:
         raise TableError(
-            f"{source}: all {len(table)} losses are {table['loss'][0]:g}, so nothing can be learnt "
-            "from them. Check how they were measured."
+            f"{source}: all {len(table)} losses are {table['loss'][0]:g}, which determines "
+            "no law. Check how they were measured."
         )
 
 
 def _check_repeats(table: Table) -> None:
-    seen: dict[tuple[int, float], int] = {}
-    again = []
-    for place, key in enumerate(zip(table.run.tolist(), table["test_loops"].tolist(), strict=True)):
-        if seen.setdefault(key, place) != place:
-            again += [seen[key], place]
-    if again:
+    first: dict[tuple[int, float], int] = {}
+    repeated = []
+    for index, key in enumerate(zip(table.run.tolist(), table["test_loops"].tolist(), strict=True)):
+        if first.setdefault(key, index) != index:
+            repeated += [first[key], index]
+    if repeated:
         raise TableError(
-            f"{table.source}: {_rows(sorted(set(again)))} measure the same run at the same "
+            f"{table.source}: {_rows(sorted(set(repeated)))} measure the same run at the same "
             "test_loops. Remove repeats; for repeated runs add a column 'seed' or 'run'."
         )
 
 
 def _check_sizes(table: Table) -> None:
-    """A model's N(mu) is a function of mu."""
+    """Check that effective_params is a function of model and mean_loops."""
     first: dict[tuple[str, float], int] = {}
     sizes = table["effective_params"]
-    for place, key in enumerate(
+    for index, key in enumerate(
         zip(table["model"].tolist(), table["mean_loops"].tolist(), strict=True)
     ):
-        other = first.setdefault(key, place)
-        if abs(sizes[place] / sizes[other] - 1) > 1e-6:
+        other = first.setdefault(key, index)
+        if abs(sizes[index] / sizes[other] - 1) > 1e-6:
             raise TableError(
-                f"{table.source}: {_rows([other, place])} give {key[0]!r} at mean_loops "
-                f"{key[1]:g} two values of 'effective_params'. Give each size a name of its own."
+                f"{table.source}: {_rows([other, index])} give {key[0]!r} at mean_loops "
+                f"{key[1]:g} two values of 'effective_params'. Give each size its own name."
             )
 
 
 def _refuse(table: Table, wrong: np.ndarray, problem: str, remedy: str) -> None:
     if wrong.any():
-        places = np.flatnonzero(wrong).tolist()
-        what = "that row" if len(places) == 1 else "those rows"
-        raise TableError(f"{table.source}: {problem} in {_rows(places)}. {remedy} {what}.")
+        indices = np.flatnonzero(wrong).tolist()
+        rows = "that row" if len(indices) == 1 else "those rows"
+        raise TableError(f"{table.source}: {problem} in {_rows(indices)}. {remedy} {rows}.")
 
 
-def _rows(places: Iterable[int]) -> str:
-    """Counted from 1, without the line of names."""
-    numbers = [place + 1 for place in places]
-    shown = ", ".join(map(str, numbers[:SHOWN]))
-    more = f" and {len(numbers) - SHOWN} more" if len(numbers) > SHOWN else ""
-    return f"row {shown}" if len(numbers) == 1 else f"rows {shown}{more}"
+def _rows(indices: Iterable[int]) -> str:
+    """`row 3` or `rows 3, 4`, counted from 1 without the line of column names."""
+    numbers = [index + 1 for index in indices]
+    listed = ", ".join(map(str, numbers[:MAX_LISTED_ROWS]))
+    rest = len(numbers) - MAX_LISTED_ROWS
+    return (
+        f"row {listed}"
+        if len(numbers) == 1
+        else f"rows {listed}" + (f" and {rest} more" if rest > 0 else "")
+    )
+
+
+def is_transformer(model: str) -> bool:
+    """Whether a model is a Transformer baseline, by its name."""
+    return model.lower().startswith(TRANSFORMER)
+
+
+@dataclass(frozen=True)
+class GapShare:
+    """The share of the gap between two Transformers that a looped model closes."""
+
+    looped: str
+    transformer: str
+    larger: str
+    score: str
+    share: float
+
+
+def gap_shares(table: Table) -> list[GapShare]:
+    """Shares for every looped model with a Transformer of the same size and number of tokens."""
+    sizes = {name: _best_row(table, name, None)[1] for name in table.models if is_transformer(name)}
+    transformers = sorted(
+        (name for name, size in sizes.items() if np.isfinite(size)), key=lambda name: sizes[name]
+    )
+    shares = []
+    for smaller, larger in pairwise(transformers):
+        size = smaller.partition("-")[2]
+        for looped in table.models:
+            if is_transformer(looped) or looped.partition("-")[2] != size:
+                continue
+            tokens = float(table["tokens"][_best_row(table, smaller, None)[0]])
+            rows = [
+                _best_row(table, looped, tokens)[0],
+                _best_row(table, smaller, None)[0],
+                _best_row(table, larger, None)[0],
+            ]
+            if rows[0] < 0:
+                continue
+            for score in SCORES:
+                if score not in table:
+                    continue
+                own, small, large = (float(table[score][row]) for row in rows)
+                if np.isfinite([own, small, large]).all() and small != large:
+                    share = (own - small) / (large - small)
+                    shares.append(GapShare(looped, smaller, larger, score, share))
+    return shares
+
+
+def _best_row(table: Table, model: str, tokens: float | None) -> tuple[int, float]:
+    """The row of lowest loss at T = mu (with about `tokens`) and its N; -1 if there is none.
+
+    Only rows with scores are considered if there are any.
+    """
+    wanted = np.array([name == model for name in table["model"].tolist()])
+    wanted &= table["test_loops"] == np.maximum(1, np.round(table["mean_loops"]))
+    if tokens is not None:
+        wanted &= np.abs(table["tokens"] / tokens - 1) < SAME_TOKENS
+    if "core" in table and np.isfinite(table["core"][wanted]).any():
+        wanted &= np.isfinite(table["core"])
+    rows = np.flatnonzero(wanted)
+    if not len(rows):
+        return -1, float("nan")
+    best = int(rows[table["loss"][rows].argmin()])
+    return best, float(table["effective_params"][best])

@@ -1,37 +1,36 @@
-"""Test-time curves: how the loss of one trained model falls with T, in four forms.
+"""Loss against test-time loops T: curves of single runs, and the unified law on held-out runs.
 
-Each form is fitted to each curve by least squares on log loss, from many starts; all starts of all
-curves with the same T are one batch.
+Each test-time form is fitted to each curve by least squares on log loss, from many starts; all
+starts of all curves with the same T are one batch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from parcae.laws.fit import objective, random_starts
-from parcae.laws.forms import EXPONENTIAL, TEST_TIME, Law
-from parcae.laws.lbfgs import Tolerance, minimise
-from parcae.laws.objective import huber
-from parcae.laws.points import Points
+from parcae.laws.bootstrap import Estimate, LawResult, estimate, relative_errors
+from parcae.laws.fit import CURVES, CURVES_POLISH, LawFit, Objective, huber, random_starts
+from parcae.laws.forms import EXPONENTIAL, TEST_TIME, UNIFIED, Law
+from parcae.laws.isoflop import training_part
+from parcae.laws.lbfgs import minimise
+from parcae.laws.model_runs import ModelRuns, Points
 
 STARTS = 12
-"""For each curve; three parameters need no more (`tests/laws/test_test_time.py` tries 200)."""
-FEWEST = max(len(law.parameters) for law in TEST_TIME) + 1
-ROUGH = Tolerance(slope=1e-3, decrease=1e-6, rounds=150)
-FINE = Tolerance(slope=1e-8, decrease=1e-12, rounds=200, measured=(0, 20, 40, 80))
+"""Random starts per curve; enough for three parameters (`tests/laws/test_test_time.py`)."""
+MIN_POINTS = max(len(law.parameters) for law in TEST_TIME) + 1
 FLAT = 1e-6
-"""A curve whose losses differ by less, relatively, says nothing about its form."""
+"""Relative range of losses below which a curve does not determine a form."""
 
 
 @dataclass(frozen=True)
 class CurveFit:
+    """One form fitted to the losses of one run by T."""
+
     law: Law
     curve: Points
-    """What it was fitted to: losses of one run by T."""
     values: dict[str, float]
 
     def predict(self, test_loops: np.ndarray | float) -> np.ndarray:
@@ -40,35 +39,35 @@ class CurveFit:
         at = Points(ones, ones, ones, where, ones, ones)
         return self.law.predict(self.values, at)
 
-    def huber(self, judged: Points) -> float:
-        """Mean over the points."""
-        return float(huber(np.log(self.predict(judged.test_loops) / judged.loss)).mean())
+    def huber(self, points: Points) -> float:
+        """Mean Huber loss at these points."""
+        return float(huber(np.log(self.predict(points.test_loops) / points.loss)).mean())
 
 
 def fit_curves(law: Law, curves: Sequence[Points], seed: int = 0) -> list[CurveFit]:
-    """One fit for each curve, in order."""
+    """Fit one form to each curve; results are in the order of the curves."""
     groups: dict[tuple[float, ...], list[int]] = {}
-    for place, curve in enumerate(curves):
-        groups.setdefault(tuple(curve.test_loops), []).append(place)
-    found: dict[int, CurveFit] = {}
-    for places in groups.values():
-        together = _fit_group(law, [curves[place] for place in places], seed)
-        found.update(zip(places, together, strict=True))
-    return [found[place] for place in range(len(curves))]
+    for index, curve in enumerate(curves):
+        groups.setdefault(tuple(curve.test_loops), []).append(index)
+    fits: dict[int, CurveFit] = {}
+    for indices in groups.values():
+        group = _fit_group(law, [curves[index] for index in indices], seed)
+        fits.update(zip(indices, group, strict=True))
+    return [fits[index] for index in range(len(curves))]
 
 
 def _fit_group(law: Law, curves: list[Points], seed: int) -> list[CurveFit]:
     rng = np.random.default_rng(seed)
     starts = np.concatenate(
-        [random_starts(objective(law, curve, math.inf), STARTS, rng) for curve in curves], 1
+        [random_starts(Objective(law, curve, delta=np.inf), STARTS, rng) for curve in curves], 1
     )
     targets = np.log(np.stack([curve.loss for curve in curves]))
     every = np.repeat(targets, STARTS, axis=0)
-    problem = objective(law, curves[0], math.inf, log_losses=every)
-    rough = minimise(problem, starts, ROUGH)
-    best = rough.values.reshape(len(curves), STARTS).argmin(1) + STARTS * np.arange(len(curves))
-    fine = minimise(problem.take(best), rough.theta[:, best], FINE)
-    values = law.values(problem.bound.to_plain(fine.theta))
+    objective = Objective(law, curves[0], delta=np.inf, log_losses=every)
+    ended = minimise(objective, starts, CURVES)
+    best = ended.values.reshape(len(curves), STARTS).argmin(1) + STARTS * np.arange(len(curves))
+    polished = minimise(objective.take(best), ended.theta[:, best], CURVES_POLISH)
+    values = law.values(objective.bound.to_plain(polished.theta))
     return [
         CurveFit(law, curve, {name: float(column[row]) for name, column in values.items()})
         for row, curve in enumerate(curves)
@@ -77,28 +76,29 @@ def _fit_group(law: Law, curves: list[Points], seed: int) -> list[CurveFit]:
 
 @dataclass(frozen=True)
 class FormScore:
-    """Average Huber loss of a form over all curves, where it was fitted and beyond."""
+    """Average Huber loss of a form over all curves."""
 
     law: Law
     inside: float
+    """At the T it was fitted to."""
     curves: int
     beyond: float | None
-    """Fitted on T <= mu, judged on T > mu; None where no curve has enough of both."""
+    """At T > mu, fitted to T <= mu; None if no curve has enough of both."""
     curves_beyond: int
 
 
 def compare_forms(curves: Sequence[Points]) -> tuple[list[FormScore], list[CurveFit]]:
-    """The scores of all forms, and the fits of the exponential one."""
+    """The scores of all forms, and the fits of the exponential form."""
     scores, exponential = [], []
     split = [(curve, curve.test_loops <= curve.mean_loops) for curve in curves]
-    split = [(c, near) for c, near in split if near.sum() >= FEWEST and not near.all()]
+    split = [(c, near) for c, near in split if near.sum() >= MIN_POINTS and not near.all()]
     for law in TEST_TIME:
         whole = fit_curves(law, curves)
         exponential = whole if law is EXPONENTIAL else exponential
-        inside = [one.huber(one.curve) for one in whole]
+        inside = [fit.huber(fit.curve) for fit in whole]
         shallow = fit_curves(law, [curve.take(near) for curve, near in split])
         beyond = [
-            one.huber(curve.take(~near)) for one, (curve, near) in zip(shallow, split, strict=True)
+            fit.huber(curve.take(~near)) for fit, (curve, near) in zip(shallow, split, strict=True)
         ]
         scores.append(
             FormScore(
@@ -114,7 +114,7 @@ def compare_forms(curves: Sequence[Points]) -> tuple[list[FormScore], list[Curve
 
 @dataclass(frozen=True)
 class Recovery:
-    """How far the floor of each curve is from its loss at T = mu: mean and largest share."""
+    """Relative difference between the floor of a curve and its loss at T = mu."""
 
     mean: float
     largest: float
@@ -122,31 +122,124 @@ class Recovery:
 
 
 def recovery(fits: Sequence[CurveFit]) -> Recovery | None:
+    """The mean and largest difference over all curves; None if there are none."""
     shares = []
-    for one in fits:
-        at_mu = one.curve.test_loops == np.round(one.curve.mean_loops)
-        if at_mu.any() and one.law is EXPONENTIAL:
-            shares.append(abs(one.values["L_inf"] / float(one.curve.loss[at_mu][0]) - 1))
+    for fit in fits:
+        at_mu = fit.curve.test_loops == np.round(fit.curve.mean_loops)
+        if at_mu.any() and fit.law is EXPONENTIAL:
+            shares.append(abs(fit.values["L_inf"] / float(fit.curve.loss[at_mu][0]) - 1))
     if not shares:
         return None
     return Recovery(float(np.mean(shares)), float(np.max(shares)), len(shares))
 
 
 def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
-    """Curves that can be fitted, and words about the others."""
-    kept, said, harmed = [], [], []
+    """The curves that can be fitted, and warnings about the others and about rising ones."""
+    kept, messages, rising = [], [], []
     for curve in curves:
         name = f"the curve of mean_loops {curve.mean_loops[0]:g}, {curve.tokens[0]:.3g} tokens"
         if np.ptp(curve.loss) < FLAT * curve.loss.mean():
-            said.append(f"test-time: {name} does not change with T and is left out.")
+            messages.append(f"test-time: {name} does not change with T and is not used.")
             continue
         if curve.loss[-1] > curve.loss[0]:
-            harmed.append(float(curve.mean_loops[0]))
+            rising.append(float(curve.mean_loops[0]))
         kept.append(curve)
-    if harmed:
-        depths = ", ".join(f"{one:g}" for one in sorted(set(harmed)))
-        said.append(
-            f"test-time: {len(harmed)} of {len(curves)} curves (mean_loops {depths}) end above "
-            "where they began: more loops harm these models."
+    if rising:
+        depths = ", ".join(f"{loops:g}" for loops in sorted(set(rising)))
+        messages.append(
+            f"test-time: {len(rising)} of {len(curves)} curves (mean_loops {depths}) are higher at "
+            "the largest T than at the smallest: more loops make these models worse."
         )
-    return kept, said
+    return kept, messages
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """One way in which the decay with T depends on mu: total Huber losses, as in the paper."""
+
+    formula: str
+    grid: float
+    """All parameters fitted together."""
+    grid_frozen: float
+    """Training law frozen; only Z, z (and gamma) fitted."""
+    held_out: float | None
+    held_out_frozen: float | None
+    gamma: float | None
+
+
+def conditioning(joint: LawFit, frozen: LawFit, held_out: Sequence[Points]) -> Conditioning:
+    """Compare a unified law fitted jointly and with the training law frozen."""
+
+    def total(fit: LawFit) -> float | None:
+        if not held_out:
+            return None
+        return float(
+            sum(huber(np.log(fit.predict(curve) / curve.loss)).sum() for curve in held_out)
+        )
+
+    return Conditioning(
+        formula=joint.law.formula.split(" + ")[-1],
+        grid=joint.objective,
+        grid_frozen=frozen.objective,
+        held_out=total(joint),
+        held_out_frozen=total(frozen),
+        gamma=joint.values.get("gamma"),
+    )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Measured and predicted loss of a run that no law was fitted to."""
+
+    mean_loops: float
+    tokens: float
+    measured: float
+    predicted: Estimate
+    """At T = mu, by the training law."""
+    error: float
+    """Relative."""
+    curve_error: float | None
+    """Mean relative error of the unified law over T; None for runs with one T."""
+    oracle_error: float | None
+    """The same with the measured loss at T = mu in place of the training law."""
+
+
+def predict_held_out(
+    runs: ModelRuns, training: LawResult, unified: LawResult | None
+) -> list[HeldOut]:
+    """Compare the laws with the held-out runs that were measured at T = mu."""
+    rows = []
+    for curve in runs.curves(runs.held_out(), 1):
+        at_mu = curve.test_loops == np.round(curve.mean_loops)
+        if not at_mu.any():
+            continue
+        nominal = curve.take(at_mu)
+        loss = estimate(
+            training,
+            lambda v, at=nominal: np.atleast_2d(training.law.predict(training_part(v), at))[:, 0],
+        )
+        measured = float(nominal.loss[0])
+        curve_error = oracle_error = None
+        if unified is not None and len(curve) > 1:
+            predicted = unified.law.predict(unified.values, curve)
+            curve_error = float(relative_errors(predicted, curve.loss).mean())
+            oracle = oracle_curve(unified, measured, curve)
+            oracle_error = float(relative_errors(oracle, curve.loss).mean())
+        rows.append(
+            HeldOut(
+                mean_loops=float(curve.mean_loops[0]),
+                tokens=float(curve.tokens[0]),
+                measured=measured,
+                predicted=loss,
+                error=abs(loss.value / measured - 1),
+                curve_error=curve_error,
+                oracle_error=oracle_error,
+            )
+        )
+    return rows
+
+
+def oracle_curve(unified: LawResult, loss_at_mu: float, curve: Points) -> np.ndarray:
+    """The decay of the unified law on top of the measured loss at T = mu."""
+    floor = UNIFIED.predict({**unified.values, "Z": 1e-300}, curve)
+    return loss_at_mu + unified.law.predict(unified.values, curve) - floor

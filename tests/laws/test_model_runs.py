@@ -1,4 +1,4 @@
-"""Which runs a law learns from, and what is too little to learn from."""
+"""Which runs laws are fitted to, and which data do not determine a law."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from parcae.experiments.paper_runs import cost, paper_table
-from parcae.laws.analysis import Effort, run_study
-from parcae.laws.design import design_of, group_budgets
-from parcae.laws.fit import FitError
-from parcae.laws.table import Table, TableError, table_from_rows
+from parcae.laws.analysis import fit
+from parcae.laws.model_runs import group_budgets, runs_of_model
+from parcae.laws.table import FitError, Table, TableError, table_from_rows
 
 
 def rows_of(budgets=(1e18, 2e18, 4e18), loops=(2, 4, 6, 8), test_loops=None):
@@ -32,9 +31,11 @@ def rows_of(budgets=(1e18, 2e18, 4e18), loops=(2, 4, 6, 8), test_loops=None):
                 }
 
 
-def study_of(rows):
-    effort = Effort(starts=40, unified_starts=40, draws=0)
-    return run_study(table_from_rows(list(rows)), effort).models["m"]
+QUICK = {"starts": 40, "unified_starts": 40, "bootstrap_samples": 0}
+
+
+def fit_rows(rows):
+    return fit(list(rows), **QUICK).models["m"]
 
 
 def without(table, *names):
@@ -43,25 +44,25 @@ def without(table, *names):
 
 def test_the_papers_grid_has_its_sizes():
     table = paper_table()
-    for model, runs in (("parcae-140m", 36), ("parcae-370m", 18)):
-        design = design_of(table, model)
-        assert design.training().sum() == runs
-        assert design.learns.sum() == 10 * runs
-        assert design.baselines().sum() == len(design.budgets)
-        assert len(design.curves(design.held_out(), 4)) == 7
+    for model, count in (("parcae-140m", 36), ("parcae-370m", 18)):
+        runs = runs_of_model(table, model)
+        assert runs.training().sum() == count
+        assert runs.fitted.sum() == 10 * count
+        assert runs.baselines().sum() == len(runs.budgets)
+        assert len(runs.curves(runs.held_out(), 4)) == 7
 
 
-def test_the_grid_is_found_without_being_told():
+def test_the_grid_is_found_without_roles():
     table = paper_table()
     guessed = without(table, "role")
     for model in ("parcae-140m", "parcae-370m"):
-        told, found = design_of(table, model), design_of(guessed, model)
-        np.testing.assert_array_equal(told.learns, found.learns)
+        given, found = runs_of_model(table, model), runs_of_model(guessed, model)
+        np.testing.assert_array_equal(given.fitted, found.fitted)
 
 
-def test_a_free_design_learns_from_all_looped_runs():
+def test_without_a_grid_laws_are_fitted_to_all_looped_runs():
     rows = [{**one, "flops": one["flops"] * (1 + 0.1 * k)} for k, one in enumerate(rows_of())]
-    assert design_of(table_from_rows(rows), "m").learns.all()
+    assert runs_of_model(table_from_rows(rows), "m").fitted.all()
 
 
 def test_budgets_are_grouped_where_steps_are_whole():
@@ -73,7 +74,7 @@ def test_budgets_are_grouped_where_steps_are_whole():
 
 
 def test_n_and_flops_are_lines_through_the_table():
-    shape = design_of(paper_table(), "parcae-140m").shape
+    shape = runs_of_model(paper_table(), "parcae-140m").shape
     for loops in (1, 2, 3, 7, 12, 20):
         params, _ = cost("parcae-140m", loops)
         assert float(shape.effective_params(loops)) == pytest.approx(params, rel=1e-9)
@@ -85,7 +86,7 @@ def test_n_and_flops_are_lines_through_the_table():
 
 
 def test_one_budget_is_refused():
-    one = study_of(rows_of(budgets=(1e18,)))
+    one = fit_rows(rows_of(budgets=(1e18,)))
     reason = one.not_fitted["training"]
     assert "all runs have one budget, 1e+18 FLOPs" in reason
     assert "Add a second budget" in reason
@@ -96,11 +97,11 @@ def test_one_budget_is_refused():
 def test_one_depth_is_refused():
     rows = list(rows_of(loops=(4,), test_loops=(4,)))
     with pytest.raises(FitError, match=r"no law can be fitted.*all runs have mean_loops 4"):
-        study_of(rows)
+        fit_rows(rows)
 
 
 def test_a_single_t_is_refused_for_curves():
-    one = study_of(rows_of())
+    one = fit_rows(rows_of())
     assert "single test_loops, so there is no curve" in one.not_fitted["test-time"]
     assert "single test_loops" in one.not_fitted["unified"]
     assert "training" in one.laws
@@ -111,7 +112,7 @@ def test_too_few_t_are_refused_for_curves():
     rows = [
         r for r in rows_of(test_loops=(1, 2, 4, 6, 8)) if r["test_loops"] in (1, r["mean_loops"])
     ]
-    one = study_of(rows)
+    one = fit_rows(rows)
     assert "no run was measured at 4 or more test_loops" in one.not_fitted["test-time"]
     assert "training" in one.laws
 
@@ -122,36 +123,36 @@ def test_runs_never_measured_at_their_own_depth_are_named():
         for r in rows_of(test_loops=(1, 2, 4, 6, 8))
         if (r["mean_loops"], r["test_loops"]) != (6, 6)
     ]
-    one = study_of(rows)
+    one = fit_rows(rows)
     reason = one.not_fitted["training"]
     assert "3 runs, with mean_loops 6, have no loss measured at test_loops = mean_loops" in reason
 
 
 def test_too_few_runs_are_refused():
     rows = list(rows_of(budgets=(1e18, 2e18), loops=(2, 4)))
-    study_error = "4 points cannot fix 5 parameters"
+    study_error = "4 points cannot determine 5 parameters"
     with pytest.raises(FitError, match=study_error):
-        study_of(rows)
+        fit_rows(rows)
 
 
 def test_transformers_alone_are_refused():
     rows = [{**r, "model": "transformer-1m"} for r in rows_of()]
     with pytest.raises(FitError, match="no looped models"):
-        run_study(table_from_rows(rows))
+        fit(rows)
 
 
 @pytest.mark.slow
-def test_curves_that_do_not_move_or_rise_are_told():
+def test_curves_that_do_not_move_or_rise_are_warnings():
     rows = list(rows_of(test_loops=(1, 2, 4, 6, 8)))
     for r in rows:
         if r["mean_loops"] == 2:
             r["loss"] = 3.0 + r["flops"] * 1e-20
         if r["mean_loops"] == 4:
             r["loss"] = 3.0 + 0.1 * r["test_loops"]
-    said = " ".join(study_of(rows).warnings)
-    assert "mean_loops 2" in said
-    assert "does not change with T and is left out" in said
-    assert "end above where they began: more loops harm these models" in said
+    messages = " ".join(fit_rows(rows).warnings)
+    assert "mean_loops 2" in messages
+    assert "does not change with T and is not used" in messages
+    assert "more loops make these models worse" in messages
 
 
 def test_equal_losses_never_reach_a_fit():
@@ -164,29 +165,29 @@ def test_losses_that_never_change_are_no_law():
     """Also where those at other T do, or those of another model."""
     deep = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
     flat = [{**r, "loss": 3.0} if r["test_loops"] == r["mean_loops"] else r for r in deep]
-    study = study_of(flat)
-    assert "all 12 losses at test_loops = mean_loops are 3" in study.not_fitted["training"]
-    assert {"parabolas in loops", "parabolas in tokens", "unified"} <= set(study.not_fitted)
-    assert not study.laws
-    assert not study.parabolas
+    model = fit_rows(flat)
+    assert "all 12 losses at test_loops = mean_loops are 3" in model.not_fitted["training"]
+    assert {"parabolas in loops", "parabolas in tokens", "unified"} <= set(model.not_fitted)
+    assert not model.laws
+    assert not model.parabolas
 
 
 def test_what_the_training_law_lacks_the_unified_one_lacks_too():
     """Four runs at five T: enough losses, too few runs."""
     rows = list(rows_of((1e18, 2e18), (2, 4), test_loops=(1, 2, 4, 6, 8)))
-    study = study_of(rows)
-    assert "4 points cannot fix 5 parameters" in study.not_fitted["training"]
-    assert study.not_fitted["unified"] == study.not_fitted["training"]
-    assert study.forms
+    model = fit_rows(rows)
+    assert "4 points cannot determine 5 parameters" in model.not_fitted["training"]
+    assert model.not_fitted["unified"] == model.not_fitted["training"]
+    assert model.forms
 
 
 @pytest.mark.slow
 def test_a_budget_without_a_loss_at_its_own_loops_is_passed_over():
     rows = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
     kept = [r for r in rows if r["flops"] > 1e18 or r["test_loops"] != r["mean_loops"]]
-    study = study_of(kept)
-    assert "have no loss measured at test_loops = mean_loops" in study.not_fitted["training"]
-    assert [one.budget for one in study.fixed_depth] == [2e18, 4e18]
+    model = fit_rows(kept)
+    assert "have no loss measured at test_loops = mean_loops" in model.not_fitted["training"]
+    assert [one.budget for one in model.fixed_depth] == [2e18, 4e18]
 
 
 @pytest.mark.slow
@@ -196,11 +197,11 @@ def test_a_grid_of_learning_rates_is_not_taken_for_repeats():
         for rate in (0.0, 0.02)
         for place, one in enumerate(rows_of())
     ]
-    assert "same loops and FLOPs differ in learning_rate" in study_of(rows).warnings[0]
+    assert "same loops and FLOPs differ in learning_rate" in fit_rows(rows).warnings[0]
     roles = [{**one, "role": "held-out" if one["learning_rate"] else "fit"} for one in rows]
-    assert not any("differ in" in said for said in study_of(roles).warnings)
+    assert not any("differ in" in message for message in fit_rows(roles).warnings)
     seeds = [{**one, "seed": seed} for seed in (0, 1) for one in rows_of()]
-    assert not any("differ in" in said for said in study_of(seeds).warnings)
+    assert not any("differ in" in message for message in fit_rows(seeds).warnings)
 
 
 def test_a_transformer_without_its_loss_closes_no_gap():
@@ -210,5 +211,4 @@ def test_a_transformer_without_its_loss_closes_no_gap():
         {**baseline, "model": "transformer-m"},
         {**baseline, "model": "transformer-l", "test_loops": 5, "effective_params": 9e8},
     ]
-    effort = Effort(starts=40, unified_starts=40, draws=0)
-    assert run_study(table_from_rows(rows), effort).gaps == []
+    assert fit(rows, **QUICK).gap_shares == []

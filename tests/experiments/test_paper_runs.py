@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from parcae.experiments import paper_runs as paper
 from parcae.experiments.paper_runs import cost, paper_table
-from parcae.laws import paper
-from parcae.laws.comparisons import gap_shares
 from parcae.laws.forms import TRAINING
-from parcae.laws.points import points
+from parcae.laws.model_runs import points
+from parcae.laws.table import gap_shares
 from parcae.model import flops
 from parcae.presets import preset
 
