@@ -23,7 +23,7 @@ import one_at_a_time
 import parcae
 from parcae.console import err, out, table
 from parcae.cpu import keep_freed_memory
-from parcae.data.tokenizer import train
+from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.in_context import InContext, Questions
 from parcae.evaluation.job import DataFile, credit
 from parcae.evaluation.prompts import SEEDS
@@ -45,7 +45,7 @@ def random_model(texts: list[str]) -> tuple[Any, Any]:
     with torch.no_grad():  # some of it starts at zero, which would leave nothing to compare
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-    return model, train(texts, size=config.vocab_size)
+    return model, Tokenizer.train(texts, size=config.vocab_size)
 
 
 def open_questions(names: list[str], folder: Path) -> list[Questions]:

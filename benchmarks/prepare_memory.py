@@ -1,10 +1,10 @@
-"""How much memory `parcae data prepare` takes where files, documents or their number are extreme.
+"""Peak memory of `parcae data prepare` on very large files, documents and numbers of documents.
 
     python benchmarks/prepare_memory.py [--megabytes 48] [--kinds text json parquet ...]
 
-Each kind is prepared in a process of its own, whose peak resident memory is printed (Linux only:
-`ru_maxrss` would count the parent's memory from before the exec). The text is the built-in
-corpus, again and again.
+Each kind is prepared in its own process, whose peak resident memory is printed (Linux only:
+`ru_maxrss` would include the parent's memory before exec). The text is the built-in corpus,
+repeated.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from parcae.data.corpus import find_files, read_documents
-from parcae.data.readers import Reading
-from parcae.data.tokenizer import train
+from parcae.data.readers import read_documents
+from parcae.data.sources import find_files
+from parcae.data.tokenizer import Tokenizer
 
 MEASURED = """
     import re, sys
     from pathlib import Path
-    from parcae.data.corpus import find_files
-    from parcae.data.encoding import Preparation
-    from parcae.data.prepare import prepare
-    from parcae.data.tokenizer import Tokenizer
+    from parcae.data.preparation import prepare
     source, tokenizer, out = sys.argv[1:]
-    prepare(Preparation(find_files([source]), Tokenizer.load(tokenizer)), out)
+    prepare([source], tokenizer, out)
     status = Path("/proc/self/status").read_text()
     print(int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) / 1024)
 """
@@ -63,33 +60,33 @@ def write_parquet(folder: Path, text: str) -> Path:
 
 
 def write_one_word(folder: Path, text: str) -> Path:
-    """Letters alone, without any place to cut."""
+    """One word of letters, without a position to cut at."""
     path = folder / "word.txt"
     path.write_text("".join(filter(str.isalpha, text[: len(text) // 4])))
     return path
 
 
 def write_tiny(folder: Path, text: str) -> Path:
-    """Records of one letter each, as many as the text has room for."""
+    """Many records of one letter each."""
     path = folder / "tiny.jsonl"
     path.write_text('{"text": "a"}\n' * (len(text) // 24))
     return path
 
 
 def write_empty(folder: Path, text: str) -> Path:
-    """Records without text, behind one with some."""
+    """One record with text, then many without."""
     path = folder / "empty.jsonl"
     path.write_text('{"text": "some"}\n' + '{"text": ""}\n' * (len(text) // 16))
     return path
 
 
 def write_repetitive(folder: Path, text: str) -> Path:
-    """Text that zstandard packs ten thousand times smaller."""
+    """Text that zstandard compresses ten thousand times."""
     path = folder / "repetitive.jsonl.zst"
     record = json.dumps({"text": "boilerplate " * 400}).encode() + b"\n"
-    with path.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as packed:
+    with path.open("wb") as file, zstandard.ZstdCompressor().stream_writer(file) as stream:
         for _ in range(8 * len(text) // len(record)):
-            packed.write(record)
+            stream.write(record)
     return path
 
 
@@ -109,13 +106,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=48.0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
-    corpus = [d.text for d in read_documents(find_files(["builtin"]), Reading())]
+    corpus = [d.text for d in read_documents(find_files(["builtin"]))]
     once = "".join(corpus).encode("ascii", "replace").decode()
     characters = int(arguments.megabytes * 1e6)
     text = (once * (characters // len(once) + 1))[:characters]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        train(corpus, 8192).save(folder / "tokenizer.json")
+        Tokenizer.train(corpus, 8192).save(folder / "tokenizer.json")
         for kind in arguments.kinds:
             source = KINDS[kind](folder, text)
             command = [sys.executable, "-c", textwrap.dedent(MEASURED), str(source)]

@@ -1,11 +1,11 @@
-"""How fast `parcae data prepare` tokenises, against `tokenizers`' own `encode_batch`.
+"""Speed of `parcae data prepare` compared with `encode_batch` of `tokenizers`.
 
     python benchmarks/tokenise.py [SOURCE ...] [--tokenizer FILE] [--megabytes 6] [--rounds 5]
 
-Both get the same text on the same cores, in turns: A B A B. `encode_batch` gets it as a list in
-memory and throws the ids away; prepare reads a file, holds out validation, writes shards and
-checksums them. The ratio of the minima and of the medians is what counts; the rates themselves
-belong to the machine and the moment.
+Both encode the same text on the same cores, interleaved (A B A B). `encode_batch` gets a list in
+memory and discards the ids; prepare reads a file, holds out validation documents, and writes and
+checksums shards. Compare the ratios of minima and of medians; the rates depend on the machine and
+its load.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from pathlib import Path
 
 import tokenizers
 
-from parcae.data.corpus import find_files, read_documents
-from parcae.data.encoding import Preparation
-from parcae.data.prepare import prepare
-from parcae.data.readers import Reading
-from parcae.data.tokenizer import Tokenizer, train
+from parcae.data.preparation import prepare
+from parcae.data.readers import read_documents
+from parcae.data.sources import find_files
+from parcae.data.tokenizer import Tokenizer
 from parcae.files import write_json
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("sources", nargs="*", default=["builtin"])
-    parser.add_argument("--tokenizer", help="a tokenizer.json; trained on the text if left out")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer.json to use (default: train one on the text)"
+    )
     parser.add_argument("--megabytes", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", help="write the result here, as JSON")
+    parser.add_argument("--out", help="write the result to this JSON file")
     arguments = parser.parse_args()
 
     texts = read_texts(arguments.sources, int(arguments.megabytes * 1e6))
-    tokenizer = Tokenizer.load(arguments.tokenizer) if arguments.tokenizer else train(texts)
+    tokenizer = (
+        Tokenizer.load(arguments.tokenizer) if arguments.tokenizer else Tokenizer.train(texts)
+    )
     result = measure(texts, tokenizer, arguments.rounds)
     print(json.dumps(result, indent=2))
     if arguments.out:
@@ -46,7 +49,7 @@ def main() -> None:
 
 def read_texts(sources: list[str], characters: int) -> list[str]:
     texts: list[str] = []
-    for document in read_documents(find_files(sources), Reading()):
+    for document in read_documents(find_files(sources)):
         if characters <= 0:
             break
         texts.append(document.text[:characters])
@@ -67,8 +70,7 @@ def measure(texts: list[str], tokenizer: Tokenizer, rounds: int) -> dict[str, fl
             seconds["encode_batch"].append(time.perf_counter() - started)
 
             started = time.perf_counter()
-            work = Preparation(find_files([source]), tokenizer)
-            prepare(work, folder / f"shards-{turn}")
+            prepare([source], tokenizer, folder / f"shards-{turn}")
             seconds["prepare"].append(time.perf_counter() - started)
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     low = {name: min(values) for name, values in seconds.items()}

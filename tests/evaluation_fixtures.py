@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parcae.config import LoopConfig, ModelConfig
-from parcae.data.tokenizer import Tokenizer, train
+from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.model import create
 from parcae.model.store import save
@@ -21,7 +21,7 @@ WORDS = SENTENCE.split()
 
 @pytest.fixture(scope="session")
 def small_tokenizer() -> Tokenizer:
-    return train([" ".join(WORDS)] * 50, size=320)
+    return Tokenizer.train([" ".join(WORDS)] * 50, size=320)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
-from parcae.data.tokenizer import Tokenizer, train
+from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
 from parcae.infer.extrapolate import extrapolate
 from parcae.infer.request import Completion
@@ -40,7 +40,9 @@ def model_of(kind: str) -> LanguageModel:
 
 @cache
 def tokenizer() -> Tokenizer:
-    return train(["def main(): return 'höhe 👩‍👩‍👧 naïve'\n" * 3, "import os, sys\n"], 300)
+    return Tokenizer.train(
+        ["def main(): return 'höhe 👩‍👩‍👧 naïve'\n" * 3, "import os, sys\n"], 300
+    )
 
 
 @cache

@@ -77,8 +77,8 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
 
 
 @contextmanager
-def progress_bar(total: float) -> Iterator[Callable[[str, float], None]]:
-    """One bar on standard error, updated by `update(description, completed)`.
+def progress_bar(total: float | None = None) -> Iterator[Callable[..., None]]:
+    """One bar on standard error, updated by `update(description, completed, total=None)`.
 
     Where standard error is not a terminal, a line is printed every 10 s instead.
     """
@@ -86,12 +86,12 @@ def progress_bar(total: float) -> Iterator[Callable[[str, float], None]]:
         task = display.add_task("", total=total)
         printed = time.monotonic()
 
-        def update(description: str, completed: float) -> None:
+        def update(description: str, completed: float, total: float | None = total) -> None:
             nonlocal printed
-            display.update(task, description=description, completed=completed)
+            display.update(task, description=description, completed=completed, total=total)
             if not err.is_terminal and time.monotonic() > printed + SECONDS_BETWEEN_LINES:
                 printed = time.monotonic()
-                print_text(f"{description}: {completed / max(total, 1e-9):.0%}", console=err)
+                print_text(f"{description}: {completed / max(total or 0, 1e-9):.0%}", console=err)
 
         yield update
 

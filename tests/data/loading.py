@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from parcae.data.documents import InMemoryDocuments
 from parcae.data.loader import LoaderConfig, Source
+from parcae.data.shards import InMemoryDocuments
 
 BOS = 0
 

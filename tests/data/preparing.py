@@ -7,16 +7,16 @@ import json
 import random
 from pathlib import Path
 
-from parcae.data.corpus import find_files
-from parcae.data.encoding import Preparation
-from parcae.data.shards import Shards
-from parcae.data.tokenizer import Tokenizer, train
+from parcae.data.preparation import Preparation
+from parcae.data.shards import ShardedDocuments
+from parcae.data.sources import Corpus, find_files
+from parcae.data.tokenizer import Tokenizer
 
 FRACTION = 0.2
 
 
 def small_tokenizer() -> Tokenizer:
-    return train(["some text to learn from, and some more text " * 20], 300)
+    return Tokenizer.train(["some text to learn from, and some more text " * 20], 300)
 
 
 def small_texts() -> list[str]:
@@ -40,12 +40,13 @@ def write_sources(folder: Path, texts: list[str]) -> Path:
 
 
 def work_on(source: Path, tokenizer: Tokenizer, **settings: object) -> Preparation:
-    defaults = {"validation_fraction": FRACTION, "shard_tokens": 2000}
-    return Preparation(find_files([source]), tokenizer, **{**defaults, **settings})  # type: ignore[arg-type]
+    shard_tokens = settings.pop("shard_tokens", 2000)
+    corpus = Corpus(find_files([source]), **{"validation_fraction": FRACTION, **settings})  # type: ignore[arg-type]
+    return Preparation(corpus, tokenizer, shard_tokens)  # type: ignore[arg-type]
 
 
 def documents_of(folder: Path, split: str) -> list[list[int]]:
-    shards = Shards.open(folder, split, verify=True)  # type: ignore[arg-type]
+    shards = ShardedDocuments.open(folder, split, verify=True)  # type: ignore[arg-type]
     return [shards.tokens(number).tolist() for number in range(len(shards.lengths))]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from parcae.commands import data, tokenizer
 from parcae.config import ConfigError
-from parcae.data.shards import Shards
+from parcae.data.shards import ShardedDocuments
 from parcae.files import FileError
 
 
@@ -46,19 +46,19 @@ def test_from_text_to_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -
     options = ("--tokenizer", vocabulary, "--validation-fraction", "0.1")
     assert run("data", "prepare", source, "--out", out, *options, *field) == 0
     printed = capsys.readouterr().out
-    held_out = len(Shards.open(out, "validation", verify=True).lengths)
-    kept = len(Shards.open(out, verify=True).lengths)
+    held_out = len(ShardedDocuments.open(out, "validation", verify=True).lengths)
+    kept = len(ShardedDocuments.open(out, verify=True).lengths)
     assert held_out + kept == 400
     assert str(held_out) in printed
     assert str(kept) in printed
 
     assert run("data", "inspect", out, "--context", "32", "--rows", "2", "--verify") == 0
-    assert "every checksum of train is right" in capsys.readouterr().out
+    assert "all checksums of train are correct" in capsys.readouterr().out
     shard = out / "train-00000.shard"
     damaged = bytearray(shard.read_bytes())
     damaged[200] ^= 1
     shard.write_bytes(damaged)
-    with pytest.raises(FileError, match="its checksum is wrong"):
+    with pytest.raises(FileError, match="wrong checksum"):
         run("data", "inspect", out, "--verify")
 
 
@@ -67,14 +67,14 @@ def test_a_text_too_small_for_the_vocabulary(
 ) -> None:
     (tmp_path / "a.txt").write_text("abab")
     run("tokenizer", "train", tmp_path / "a.txt", "--out", tmp_path / "t.json")
-    assert "give it more text, or ask for fewer" in " ".join(capsys.readouterr().err.split())
+    assert "Use more text, or a smaller --size" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_exchanged_tokenizer_is_noticed(folder: Path, tmp_path: Path) -> None:
     source, field = folder / "texts.jsonl", ("--text-field", "body")
     run("tokenizer", "train", source, "--size", "300", "--out", tmp_path / "t.json", *field)
     options = ("--tokenizer", tmp_path / "t.json", "--out", tmp_path / "out")
-    with pytest.raises(ConfigError, match="--validation-fraction: means nothing beside"):
+    with pytest.raises(ConfigError, match="--validation-fraction: cannot be combined with"):
         both = ("--validation", source, "--validation-fraction", "0.1")
         run("data", "prepare", source, *options, *field, *both)
     run("data", "prepare", source, *options, *field)

@@ -18,11 +18,10 @@ import pytest
 
 from parcae.config import ConfigError
 from parcae.data import hub
-from parcae.data.corpus import find_files
-from parcae.data.encoding import Preparation
 from parcae.data.hub import RemoteFile, download, resolve
-from parcae.data.prepare import prepare
-from parcae.data.tokenizer import train
+from parcae.data.preparation import prepare
+from parcae.data.sources import find_files
+from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 
 COMMIT = "c0ffee" + "0" * 34
@@ -181,8 +180,9 @@ def test_what_was_downloaded_can_be_prepared(server: SmallHub, tmp_path: Path) -
         pq.write_table(pa.table({"text": texts}), sink)
         server.files[f"sample/10BT/{number}.parquet"] = sink.getvalue()
     fetch(server, tmp_path / "downloaded")
-    work = Preparation(find_files([tmp_path / "downloaded"]), train(["document 0 1 2"], 270))
-    assert prepare(work, tmp_path / "shards")["totals"]["train"]["documents"] == 60
+    tokenizer = Tokenizer.train(["document 0 1 2"], 270)
+    prepared = prepare([tmp_path / "downloaded"], tokenizer, tmp_path / "shards")
+    assert sum(row["documents"] for row in prepared.table()) == 60
 
 
 @pytest.mark.slow

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from loading import BOS, config, corpus, rows_of, take, two_sources
 
-from parcae.data.documents import InMemoryDocuments
 from parcae.data.loader import Loader, Source, validation_batches
-from parcae.data.plan import SourcePlan, SourcePosition
+from parcae.data.order import SourcePlan, SourcePosition
+from parcae.data.shards import InMemoryDocuments
 
 
 def test_a_batch_is_a_row_and_its_shift():
@@ -111,14 +111,6 @@ def test_a_state_of_two_ranks_resumes_on_three():
 def test_prefetching_does_not_change_the_data(prefetch):
     without = take(Loader(two_sources(), config()), 60)
     assert take(Loader(two_sources(), config(prefetch=prefetch)), 60) == without
-
-
-def test_micro_batches_are_the_batch_in_pieces():
-    batch = next(Loader([Source(corpus())], config(global_batch=10)))
-    pieces = list(batch.micro_batches(4))
-    assert [len(piece.inputs) for piece in pieces] == [4, 4, 2]
-    assert torch.equal(torch.cat([piece.inputs for piece in pieces]), batch.inputs)
-    assert torch.equal(torch.cat([piece.targets for piece in pieces]), batch.targets)
 
 
 def test_shares_are_exact_to_within_a_row_at_every_step():
@@ -300,7 +292,7 @@ def test_a_forgotten_loader_leaves_no_thread():
 @pytest.mark.slow
 def test_a_program_that_stops_early_ends():
     program = (
-        "from parcae.data.documents import InMemoryDocuments\n"
+        "from parcae.data.shards import InMemoryDocuments\n"
         "from parcae.data.loader import Loader, LoaderConfig, Source\n"
         "documents = InMemoryDocuments([[0, 1, 2, 3]] * 100)\n"
         "loader = Loader([Source(documents)], LoaderConfig(context_length=7, global_batch=2))\n"

@@ -7,8 +7,8 @@ import pytest
 from loading import BOS, config, corpus, take, two_sources
 
 from parcae.config import ConfigError
-from parcae.data.documents import InMemoryDocuments
 from parcae.data.loader import Loader, LoaderConfig, Source, validation_batches
+from parcae.data.shards import InMemoryDocuments
 from parcae.recipe import build, plain
 
 
@@ -133,7 +133,7 @@ def test_weights_of_any_library_leave_the_state_plain(number):
         (lambda: next(validation_batches(corpus(), 0, 4)), "context_length"),
         (lambda: next(validation_batches(corpus(), -3, 4)), "context_length"),
         (lambda: Loader([], config()), "data.sources"),
-        (lambda: Loader([Source(corpus()), Source(corpus())], config()), "same name"),
+        (lambda: Loader([Source(corpus()), Source(corpus())], config()), "not unique"),
         (lambda: Loader([Source(corpus(), 0.0)], config()), "weight"),
         (lambda: Loader([Source(corpus(), float("nan"))], config()), "weight"),
         (lambda: Loader([Source(corpus())], config(), rank=2, world_size=2), "rank"),

@@ -144,5 +144,5 @@ def test_mistakes_are_named():
         pack(np.array([1]), 0)
     with pytest.raises(ConfigError, match="buffer"):
         pack(np.array([1]), 2, 0)
-    with pytest.raises(ConfigError, match="no token"):
+    with pytest.raises(ConfigError, match="no tokens"):
         pack(np.array([1, 0]), 2)

@@ -1,10 +1,11 @@
-"""Shards: what was written is read, and what was not is refused."""
+"""ShardedDocuments: what was written is read, and what was not is refused."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,15 +18,14 @@ from parcae.data import shards as module
 from parcae.data.shards import (
     FORMAT,
     HEAD,
-    Shards,
-    plain_record,
+    ShardedDocuments,
     read_manifest,
     shard_writer,
 )
-from parcae.data.tokenizer import train
+from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, write_sealed
 
-TOKENIZER = train(["text"], 260)
+TOKENIZER = Tokenizer.train(["text"], 260)
 OWNER = hashlib.sha256(b"this preparation").hexdigest()
 
 
@@ -40,7 +40,7 @@ def write_folder(
         with shard_writer(folder, name, "train", np.dtype(dtype), owner) as (writer, done):
             for document in documents:
                 writer.add(np.array(document, dtype), text_bytes=2 * len(document))
-        records += map(plain_record, done)
+        records += map(asdict, done)
     TOKENIZER.save(folder / "tokenizer.json")
     (folder / "sources.json").write_text("[]")
     manifest = {
@@ -72,10 +72,10 @@ def test_documents_come_back(
     folder = write_folder(tmp_path_factory.mktemp("shards"), parts, dtype)
     documents = [document for part in parts for document in part]
     if not documents:
-        with pytest.raises(FileError, match="no document for train"):
-            Shards.open(folder)
+        with pytest.raises(FileError, match="no documents in split train"):
+            ShardedDocuments.open(folder)
         return
-    shards = Shards.open(folder, verify=True)
+    shards = ShardedDocuments.open(folder, verify=True)
     assert shards.lengths.dtype == np.int64
     assert shards.lengths.tolist() == list(map(len, documents))
     for number, document in enumerate(documents):
@@ -101,9 +101,9 @@ def test_the_format_is_what_its_description_says(folder: Path) -> None:
 def test_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     other = write_folder(tmp_path / "other", [[[0, 5, 6], [0]], [[0, 8]]], "<u2")
-    assert Shards.open(copy).fingerprint == Shards.open(folder).fingerprint
-    assert Shards.open(other).fingerprint != Shards.open(folder).fingerprint
-    assert Shards.open(folder).bytes_per_token == 12 / 3
+    assert ShardedDocuments.open(copy).fingerprint == ShardedDocuments.open(folder).fingerprint
+    assert ShardedDocuments.open(other).fingerprint != ShardedDocuments.open(folder).fingerprint
+    assert ShardedDocuments.open(folder).bytes_per_token == 12 / 3
 
 
 def test_every_truncation_is_noticed(folder: Path) -> None:
@@ -112,12 +112,12 @@ def test_every_truncation_is_noticed(folder: Path) -> None:
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(
-            FileError, match=r"train-00000\.shard: damaged.*prepare the corpus again"
+            FileError, match=r"train-00000\.shard: damaged.*parcae data prepare` again"
         ):
-            Shards.open(folder)
+            ShardedDocuments.open(folder)
     path.write_bytes(data + b"\0")
     with pytest.raises(FileError, match="113 bytes instead of 112"):
-        Shards.open(folder)
+        ShardedDocuments.open(folder)
 
 
 def test_every_flipped_bit_is_noticed(folder: Path) -> None:
@@ -128,45 +128,49 @@ def test_every_flipped_bit_is_noticed(folder: Path) -> None:
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         with pytest.raises(FileError, match=r"train-00000\.shard: damaged"):
-            Shards.open(folder, verify=True)
+            ShardedDocuments.open(folder, verify=True)
         if place < len(HEAD) or place >= len(data) - 64:
             with pytest.raises(FileError, match=r"train-00000\.shard: damaged"):
-                Shards.open(folder)
+                ShardedDocuments.open(folder)
     path.write_bytes(data)
-    Shards.open(folder, verify=True)
+    ShardedDocuments.open(folder, verify=True)
 
 
 def test_foreign_and_missing_shards(folder: Path, tmp_path: Path) -> None:
     stranger = hashlib.sha256(b"another").hexdigest()
     other = write_folder(tmp_path / "other", [[[0, 5, 6], [0]], [[0, 7]]], "<u2", stranger)
     shutil.copy(other / "train-00001.shard", folder)
-    with pytest.raises(FileError, match="it belongs to another preparation"):
-        Shards.open(folder)
+    with pytest.raises(FileError, match="written by another preparation"):
+        ShardedDocuments.open(folder)
     shutil.copy(folder / "train-00000.shard", folder / "train-00001.shard")
     with pytest.raises(FileError, match="damaged"):
-        Shards.open(folder)
+        ShardedDocuments.open(folder)
     (folder / "train-00001.shard").unlink()
-    with pytest.raises(FileError, match=r"train-00001\.shard: damaged: missing"):
-        Shards.open(folder)
+    with pytest.raises(FileError, match=r"train-00001\.shard: damaged \(missing\)"):
+        ShardedDocuments.open(folder)
 
 
 def test_folders_that_hold_no_shards(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="not a finished preparation"):
-        Shards.open(tmp_path)
-    with pytest.raises(FileError, match=r"no document for validation.*a larger --validation-"):
-        Shards.open(folder, "validation")
+    with pytest.raises(FileError, match="preparation is not finished"):
+        ShardedDocuments.open(tmp_path)
+    with pytest.raises(
+        FileError, match=r"no documents in split validation.*a larger --validation-"
+    ):
+        ShardedDocuments.open(folder, "validation")
     with pytest.raises(ConfigError, match="split: 'test' is not one of"):
-        Shards.open(folder, "test")  # type: ignore[arg-type]
-    with pytest.raises(FileError, match=r"tokenizer\.json: a file\. Name a folder"):
-        Shards.open(folder / "tokenizer.json")
-    with pytest.raises(FileError, match=r"no document for train.*a smaller --validation-fraction"):
-        Shards.open(write_folder(tmp_path / "empty", [], "<u2"))
+        ShardedDocuments.open(folder, "test")  # type: ignore[arg-type]
+    with pytest.raises(FileError, match=r"tokenizer\.json: not a folder\. Name one"):
+        ShardedDocuments.open(folder / "tokenizer.json")
+    with pytest.raises(
+        FileError, match=r"no documents in split train.*a smaller --validation-fraction"
+    ):
+        ShardedDocuments.open(write_folder(tmp_path / "empty", [], "<u2"))
     write_sealed(folder / "manifest.json", {"format": "another"})
-    with pytest.raises(FileError, match="not a manifest"):
-        Shards.open(folder)
+    with pytest.raises(FileError, match="format is not parcae-shards-1"):
+        ShardedDocuments.open(folder)
     (folder / "manifest.json").write_text("{")
     with pytest.raises(FileError, match="not valid JSON"):
-        Shards.open(folder)
+        ShardedDocuments.open(folder)
 
 
 @pytest.mark.slow
@@ -178,7 +182,7 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(folder: Path) -> None:
         flipped[place] ^= 1 << place % 7
         path.write_bytes(flipped)
         try:
-            intact = Shards.open(folder).tokens(0).tolist() == [0, 5, 6]
+            intact = ShardedDocuments.open(folder).tokens(0).tolist() == [0, 5, 6]
         except FileError:
             continue
         assert intact
@@ -187,14 +191,14 @@ def test_every_flipped_bit_of_the_manifest_is_noticed(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "sources.json"])
 def test_what_lies_beside_the_shards_is_verified(folder: Path, name: str) -> None:
-    Shards.open(folder, verify=True)
+    ShardedDocuments.open(folder, verify=True)
     data = (folder / name).read_text()
     (folder / name).write_text(data.replace('"id": 1', '"id": 4') if "tok" in name else "[1]")
-    with pytest.raises(FileError, match=rf"{name}: damaged.*prepare the corpus again"):
-        Shards.open(folder, verify=True)
+    with pytest.raises(FileError, match=rf"{name}: damaged.*parcae data prepare` again"):
+        ShardedDocuments.open(folder, verify=True)
     if name == "tokenizer.json":
         with pytest.raises(FileError, match="not the tokenizer of these shards"):
-            Shards.open(folder).tokenizer()
+            ShardedDocuments.open(folder).tokenizer()
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

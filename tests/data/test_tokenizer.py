@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parcae.config import ConfigError
-from parcae.data.compression import compare
-from parcae.data.corpus import find_files, read_documents
-from parcae.data.readers import Reading
-from parcae.data.tokenizer import SPECIALS, Tokenizer, safe_pieces, train, within_budget
+from parcae.data.readers import read_documents
+from parcae.data.sources import find_files
+from parcae.data.tokenizer import SPECIALS, Tokenizer, safe_pieces
+from parcae.data.tokenizer_training import compare_tokenizers, limit_characters, train_tokenizer
 from parcae.files import FileError
 
 AWKWARD = [
@@ -36,12 +36,12 @@ AWKWARD = [
 
 def training_texts() -> list[str]:
     files = find_files(["builtin"])[:60]
-    return [d.text for d in read_documents(files, Reading())] + AWKWARD
+    return [d.text for d in read_documents(files)] + AWKWARD
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return train(training_texts(), 1000)
+    return Tokenizer.train(training_texts(), 1000)
 
 
 def words(plain: tokenizers.Tokenizer, text: str) -> list[str]:
@@ -145,8 +145,9 @@ def test_training_twice_gives_the_same_file(tokenizer: Tokenizer) -> None:
     """In another process too, where hash seeds differ."""
     code = (
         "import hashlib, sys; sys.path[:0] = sys.argv[1:];"
-        "from test_tokenizer import train, training_texts;"
-        "print(hashlib.sha256(train(training_texts(), 1000).content.encode()).hexdigest())"
+        "from test_tokenizer import Tokenizer, training_texts;"
+        "content = Tokenizer.train(training_texts(), 1000).content;"
+        "print(hashlib.sha256(content.encode()).hexdigest())"
     )
     folders = [str(Path(__file__).parent), *sys.path]
     other = subprocess.run(
@@ -172,36 +173,36 @@ def test_bytes_per_token(tokenizer: Tokenizer) -> None:
 
 def test_sizes(tokenizer: Tokenizer) -> None:
     assert tokenizer.token_dtype == np.dtype("<u2")
-    assert train(["abc"], 259).vocab_size == 259
-    assert train(["ab"], 5000).vocab_size == 260  # there is nothing more to merge
-    with pytest.raises(ConfigError, match="size: 258 has no room"):
-        train(["abc"], 258)
+    assert Tokenizer.train(["abc"], 259).vocab_size == 259
+    assert Tokenizer.train(["ab"], 5000).vocab_size == 260  # there is nothing more to merge
+    with pytest.raises(ConfigError, match="size: 258 is too small"):
+        Tokenizer.train(["abc"], 258)
     with pytest.raises(ConfigError, match="training texts are empty"):
-        train(["", ""], 300)
+        Tokenizer.train(["", ""], 300)
 
 
 def test_budget() -> None:
     texts = ["aaaa", "bbbb", "cccc"]
-    assert list(within_budget(texts, 100, 0)) == texts
-    assert list(within_budget(texts, 100, 3)) == ["aaa", "bbb", "ccc"]
-    assert list(within_budget(texts, 5, 3)) == ["aaa", "bb"]
-    assert list(within_budget(texts, 4, 0)) == ["aaaa"]
+    assert list(limit_characters(texts, 100, 0)) == texts
+    assert list(limit_characters(texts, 100, 3)) == ["aaa", "bbb", "ccc"]
+    assert list(limit_characters(texts, 5, 3)) == ["aaa", "bb"]
+    assert list(limit_characters(texts, 4, 0)) == ["aaaa"]
     for characters in (float("nan"), float("inf"), -5, 0):
-        with pytest.raises(ConfigError, match=r"characters: .* is not a budget"):
-            within_budget(texts, characters, 0)
+        with pytest.raises(ConfigError, match=r"characters: .* is out of range"):
+            limit_characters(texts, characters, 0)
     with pytest.raises(ConfigError, match="document_cap: -5 is negative"):
-        within_budget(texts, 100, -5)
+        limit_characters(texts, 100, -5)
 
 
 def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="no such tokenizer"):
         Tokenizer.load(tmp_path / "missing.json")
     (tmp_path / "bad.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(FileError, match="not a tokenizer"):
+    with pytest.raises(FileError, match="not a valid tokenizer"):
         Tokenizer.load(tmp_path / "bad.json")
 
     (tmp_path / "empty.json").write_text(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
-    with pytest.raises(FileError, match=r"empty\.json: .*its vocabulary is empty"):
+    with pytest.raises(FileError, match=r"empty\.json: .*the vocabulary is empty"):
         Tokenizer.load(tmp_path / "empty.json")
     folder = tmp_path / "gpt2"
     folder.mkdir()
@@ -210,7 +211,7 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
         Tokenizer.load(folder)
     for broken in ("{", "[1]", '{"a": 0}'):
         (folder / "vocab.json").write_text(broken)
-        with pytest.raises(FileError, match=r"gpt2: vocab\.json and merges\.txt do not fit"):
+        with pytest.raises(FileError, match=r"gpt2: vocab\.json and merges\.txt do not match"):
             Tokenizer.load(folder)
 
 
@@ -219,7 +220,7 @@ def test_a_byte_level_vocabulary_without_all_bytes(tokenizer: Tokenizer, tmp_pat
     tree = json.loads(tokenizer.content)
     tree["model"] |= {"vocab": {}, "merges": []}
     (tmp_path / "t.json").write_text(json.dumps(tree))
-    with pytest.raises(FileError, match=r"t\.json: .*256 of the 256 bytes are not in it"):
+    with pytest.raises(FileError, match=r"t\.json: .*256 of the 256 bytes are missing"):
         Tokenizer.load(tmp_path / "t.json")
 
 
@@ -274,9 +275,42 @@ def test_gpt2_layout_and_comparison(tokenizer: Tokenizer, tmp_path: Path) -> Non
     assert other.decode(other.encode(text)) == text
     (tmp_path / "t.txt").write_text(text)
     (tmp_path / "u.txt").write_text("more")
-    sources = [(name, find_files([tmp_path / name])) for name in ("t.txt", "u.txt")]
-    rows = compare([tokenizer, other], sources, Reading())
-    assert [row.source for row in rows] == ["t.txt", "u.txt", "all"]
+    sources = [tmp_path / name for name in ("t.txt", "u.txt")]
+    comparison = compare_tokenizers([tokenizer, other], sources)
+    rows = comparison.sources
+    assert [row.source for row in rows] == [*map(str, sources), "all"]
     assert rows[0].tokens == (len(tokenizer.encode(text)), len(other.encode(text)))
     assert rows[2].text_bytes == len(text) + 4
     assert rows[2].tokens[0] == rows[0].tokens[0] + rows[1].tokens[0]
+    table = comparison.table()
+    assert [(row["tokenizer"], row["source"]) for row in table[:2]] == [
+        ("tokenizer", str(sources[0])),
+        ("tokenizer", str(sources[1])),
+    ]
+    assert table[0]["bytes_per_token"] == len(text) / len(tokenizer.encode(text))
+
+
+def test_training_on_files_equals_training_on_their_texts(tmp_path: Path) -> None:
+    texts = ["some text to learn from", "and some more text to learn from"]
+    for index, text in enumerate(texts):
+        (tmp_path / f"{index}.txt").write_text(text)
+    reported: list[tuple[str, float, float]] = []
+
+    def report(activity: str, done: float, total: float) -> None:
+        reported.append((activity, done, total))
+
+    from_files = train_tokenizer([tmp_path], 280, document_cap=15, report=report)
+    assert from_files.content == Tokenizer.train([text[:15] for text in texts], 280).content
+    total = sum(map(len, texts))
+    assert reported == [
+        ("reading", len(texts[0]), total),
+        ("reading", total, total),
+        ("merging", total, total),
+    ]
+
+
+def test_the_library_decodes_a_stream(tokenizer: Tokenizer) -> None:
+    text = "naïve 🙂 text"
+    stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
+    pieces = [stream.step(tokenizer.backend_tokenizer, token) for token in tokenizer.encode(text)]
+    assert "".join(piece or "" for piece in pieces) == text

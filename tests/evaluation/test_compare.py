@@ -14,7 +14,7 @@ from scipy import stats
 from evaluation_fixtures import SENTENCE, write_lines
 from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
-from parcae.data.tokenizer import train
+from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.compare import choose_loops, compare, only_in_one, ratio, sign_test
 from parcae.evaluation.finished import Evaluation, Key, read_evaluation
 from parcae.evaluation.job import standard_error
@@ -174,7 +174,7 @@ def test_folders_that_are_no_evaluation(tmp_path):
 @pytest.fixture(scope="module")
 def other_checkpoint(tmp_path_factory) -> Path:
     """Another model, tokenizer and context length: texts fall into other windows."""
-    tokenizer = train([SENTENCE] * 50, size=290)
+    tokenizer = Tokenizer.train([SENTENCE] * 50, size=290)
     torch.manual_seed(8)
     loop = LoopConfig(mean_loops=2)
     config = ModelConfig(

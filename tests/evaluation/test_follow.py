@@ -14,14 +14,14 @@ from conftest import KINDS, randomised, tiny
 from parcae.cli import main
 from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
-from parcae.data.tokenizer import train as train_tokenizer
+from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.depth import DepthProfile, follow
 from parcae.infer.sampling import BrokenLogits
 from parcae.model.store import save
 
 TOKENS = [5, 17, 80, 80, 3, 60, 9]
 TEXT = "price = $x_1$ [bold] 日\n\tend      of"
-TOKENIZER = train_tokenizer(["price = value\n\tend      of price\n" * 5], 300)
+TOKENIZER = Tokenizer.train(["price = value\n\tend      of price\n" * 5], 300)
 LABELS = (">price<", ">[<", ">$<", ">␣×5<", ">→end<")
 """How tokens are drawn: neither as formulas nor as markup, and with white space that shows."""
 

@@ -17,7 +17,7 @@ from parcae.commands import generation_output as telling
 from parcae.commands import repl as conversation
 from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
-from parcae.data.tokenizer import train as train_tokenizer
+from parcae.data.tokenizer import Tokenizer
 from parcae.infer.meter import Meter
 from parcae.infer.network import Network
 from parcae.infer.plain import generate
@@ -26,7 +26,7 @@ from parcae.infer.text import TextStream
 from parcae.model.store import save
 
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
-TOKENIZER = train_tokenizer([TEXT], 280)
+TOKENIZER = Tokenizer.train([TEXT], 280)
 CONFIG = tiny(vocab_size=TOKENIZER.vocab_size + 5, context_length=64)
 PROMPT = "def other("
 IDS = [TOKENIZER.bos, *TOKENIZER.encode(PROMPT)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from parcae.data.tokenizer import train as train_tokenizer
+from parcae.data.tokenizer import Tokenizer
 from parcae.training.corpora import open_corpora
 from parcae.training.distributed import processes
 from parcae.training.learner import Learner
@@ -26,7 +26,7 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
     text, tokenizer = folder / "text.jsonl", folder / "tokenizer.json"
     line = json.dumps({"text": " ".join([WORDS] * 60)})
     text.write_text("".join(f"{line}\n" for _ in range(8 * rows)))
-    train_tokenizer([WORDS], 300).save(tokenizer)
+    Tokenizer.train([WORDS], 300).save(tokenizer)
     recipe = recipe_from_tree(
         {
             "model": {"preset": preset, "loop": {"sampler": "fixed"}},

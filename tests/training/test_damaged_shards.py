@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parcae.data.shards import HEAD, Shards
+from parcae.data.shards import HEAD, ShardedDocuments
 from parcae.files import FileError
 from parcae.training.settings import Recipe
 from parcae.training.trainer import train
@@ -42,7 +42,7 @@ def test_who_trusts_the_disk_can_leave_it_out(damaged):
 
 def test_processes_share_the_reading(damaged):
     _, run, shard = damaged
-    held_out = Shards.open(run / "data" / "0", "validation")
+    held_out = ShardedDocuments.open(run / "data" / "0", "validation")
     assert list(held_out.verify(rank=1, processes=2)) == []
     with pytest.raises(FileError, match=shard.name):
         list(held_out.verify(rank=0, processes=2))

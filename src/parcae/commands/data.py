@@ -1,18 +1,25 @@
-"""`parcae data prepare | inspect | download`: from documents to shards, and a look at them."""
+"""`parcae data prepare | inspect | download`: tokenise documents, inspect shards, get datasets."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from parcae import console
-from parcae.commands import download
 from parcae.config import require
 
 if TYPE_CHECKING:
-    from parcae.data.readers import Reading
+    from collections.abc import Callable, Iterator
 
-VALIDATION_FRACTION = 0.005
+    from parcae.data.hub import RemoteFile, Report
+    from parcae.data.inspection import Inspection
+    from parcae.data.readers import ReadOptions
+    from parcae.data.shards import PreparedFolder
+
+MEBIBYTE = 2**20
+CROPPED_WARNING = 0.3
+"""Share of cropped tokens above which `inspect` suggests another packing."""
 
 
 def register(subparsers: Any) -> None:
@@ -20,158 +27,350 @@ def register(subparsers: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     _register_prepare(actions)
     _register_inspect(actions)
-    download.register(actions)
+    _register_download(actions)
 
 
-def add_reading_options(parser: argparse.ArgumentParser) -> None:
-    """How files become documents; the same for all commands that read some."""
+def add_read_options(parser: argparse.ArgumentParser) -> None:
+    """Options of all commands that read documents."""
     parser.add_argument(
         "--text-field",
         default="text",
         metavar="NAME",
-        help="JSON key or Parquet column with the text (default: text)",
+        help="JSON key or Parquet column that contains the text (default: text)",
     )
     parser.add_argument(
         "--document-start",
         metavar="REGEX",
-        help="in text files, a line that matches starts a new document",
+        help="in text files, start a new document at each line that matches this regular "
+        "expression (default: one document per file)",
     )
     parser.add_argument(
         "--encoding-errors",
         choices=("strict", "replace"),
         default="strict",
-        help="what to do about bytes that are not UTF-8",
+        help="for bytes that are not UTF-8: stop with an error, or replace them by U+FFFD "
+        "(default: strict)",
     )
 
 
-def reading(arguments: argparse.Namespace) -> Reading:
-    from parcae.data.readers import Reading
+def read_options(arguments: argparse.Namespace) -> ReadOptions:
+    from parcae.data.readers import ReadOptions
 
-    return Reading(
+    return ReadOptions(
         text_field=arguments.text_field,
         document_start=arguments.document_start,
         encoding_errors=arguments.encoding_errors,
     )
 
 
+@contextmanager
+def byte_progress() -> Iterator[Callable[[str, float, float], None]]:
+    """A progress bar, updated by a call with an activity, bytes done and bytes in total."""
+    with console.progress_bar() as update:
+
+        def report(activity: str, done: float, total: float) -> None:
+            update(f"{activity} (MiB)", done / MEBIBYTE, total / MEBIBYTE)
+
+        yield report
+
+
 def _register_prepare(actions: Any) -> None:
-    parser = actions.add_parser("prepare", help="tokenise documents into shards")
+    parser = actions.add_parser(
+        "prepare",
+        help="tokenise documents into shards",
+        epilog="After an interruption, run the same command again to resume.",
+    )
     parser.add_argument(
         "sources", nargs="+", metavar="SOURCE", help="files, folders, globs, or `builtin`"
     )
-    parser.add_argument("--tokenizer", required=True, metavar="FILE")
-    parser.add_argument("--out", required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="FILE", help="tokenizer.json to encode with"
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder for the shards")
     parser.add_argument(
         "--validation",
         action="append",
         default=[],
         metavar="SOURCE",
-        help="hold out these documents instead of a fraction; may be repeated",
+        help="hold out the documents of this source instead of a fraction; may be repeated",
     )
     parser.add_argument(
         "--validation-fraction",
         type=float,
-        metavar="SHARE",
-        help="share of the documents to hold out (default: 0.005)",
+        metavar="FRACTION",
+        help="fraction of the documents to hold out, from 0 to 1 (default: 0.005)",
     )
     parser.add_argument(
         "--shard-tokens",
         type=int,
-        default=1 << 26,
         metavar="N",
-        help="tokens after which a new shard starts (default: 64 Mi)",
+        help="tokens after which a new shard starts (default: 67108864)",
     )
-    add_reading_options(parser)
+    add_read_options(parser)
     parser.set_defaults(run=run_prepare)
 
 
 def run_prepare(arguments: argparse.Namespace) -> int:
-    from parcae.data.corpus import find_files
-    from parcae.data.encoding import Preparation
-    from parcae.data.prepare import Update, prepare
-    from parcae.data.tokenizer import Tokenizer
+    from parcae.data.preparation import SHARD_TOKENS, Update, prepare
+    from parcae.data.sources import VALIDATION_FRACTION
 
-    fraction = arguments.validation_fraction
+    fraction, shard_tokens = arguments.validation_fraction, arguments.shard_tokens
     require(
         fraction is None or not arguments.validation,
         "--validation-fraction",
-        "means nothing beside --validation, which names all that is held out",
-        "Leave one of them out.",
+        "cannot be combined with --validation, which names all held-out documents",
+        "Give one of the two.",
     )
-    work = Preparation(
-        files=find_files(arguments.sources),
-        tokenizer=Tokenizer.load(arguments.tokenizer),
-        validation_files=find_files(arguments.validation) if arguments.validation else (),
-        validation_fraction=VALIDATION_FRACTION if fraction is None else fraction,
-        shard_tokens=arguments.shard_tokens,
-        reading=reading(arguments),
-    )
-    mebibyte = 2**20
-    with console.progress_bar(work.source_bytes / mebibyte) as show:
+    with byte_progress() as show:
 
         def report(update: Update) -> None:
             tokens = f", {console.format_count(update.tokens)} tokens" if update.tokens else ""
-            show(f"{update.activity} (MiB{tokens})", update.source_bytes / mebibyte)
+            show(f"{update.activity}{tokens}", update.source_bytes, update.total_bytes)
 
-        manifest = prepare(work, arguments.out, report)
-    _print_manifest(arguments.out, manifest)
+        prepared = prepare(
+            arguments.sources,
+            arguments.tokenizer,
+            arguments.out,
+            validation=arguments.validation,
+            validation_fraction=VALIDATION_FRACTION if fraction is None else fraction,
+            shard_tokens=SHARD_TOKENS if shard_tokens is None else shard_tokens,
+            options=read_options(arguments),
+            report=report,
+        )
+    _print_prepared(prepared)
     return 0
 
 
-def _print_manifest(folder: str, manifest: dict[str, Any]) -> None:
-    rows = []
-    for split, total in manifest["totals"].items():
-        content = max(1, total["tokens"] - total["documents"])
-        rows.append(
-            (
-                split,
-                f"{total['documents']:,}",
-                f"{total['tokens']:,}",
-                f"{total['text_bytes']:,}",
-                f"{total['text_bytes'] / content:.3f}",
-                len(manifest["shards"][split]),
-            )
+def _print_prepared(prepared: PreparedFolder) -> None:
+    splits = prepared.table()
+    rows = [
+        (
+            row["split"],
+            f"{row['documents']:,}",
+            f"{row['tokens']:,}",
+            f"{row['text_bytes']:,}",
+            f"{row['bytes_per_token']:.3f}",
+            row["shards"],
         )
+        for row in splits
+    ]
     columns = ("split", "documents", "tokens", "bytes of text", "bytes per token", "shards")
-    console.out.print(console.table(str(folder), columns, rows))
-    skipped = manifest["skipped"]
+    console.out.print(console.table(str(prepared.folder), columns, rows))
+    skipped = prepared.skipped
     if any(skipped.values()):
         console.out.print(
-            f"Left out: {skipped['empty']:,} without text, "
-            f"{skipped['held_out']:,} that also stand in validation."
+            f"Skipped: {skipped['empty']:,} documents without text, "
+            f"{skipped['held_out']:,} that are also in the validation sources."
         )
-    if not manifest["totals"]["validation"]["documents"]:
-        console.err.print("Nothing was held out: raise --validation-fraction to validate on this.")
+    if not next(row["documents"] for row in splits if row["split"] == "validation"):
+        console.err.print(
+            "No documents are held out for validation. Increase --validation-fraction to hold "
+            "some out."
+        )
 
 
 def _register_inspect(actions: Any) -> None:
-    parser = actions.add_parser("inspect", help="look at shards and at the rows packed from them")
-    parser.add_argument("folder", metavar="FOLDER")
-    parser.add_argument("--context", type=int, default=512, metavar="TOKENS")
-    parser.add_argument("--rows", type=int, default=8, metavar="N")
-    parser.add_argument("--out", metavar="FOLDER", help="where to draw the figures")
-    parser.add_argument("--split", choices=("train", "validation"), default="train")
-    parser.add_argument("--verify", action="store_true", help="check every shard's checksum first")
+    parser = actions.add_parser("inspect", help="statistics of shards, and rows packed from them")
+    parser.add_argument("folder", metavar="FOLDER", help="folder written by `parcae data prepare`")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=512,
+        metavar="TOKENS",
+        help="context length to pack for, in tokens (default: 512)",
+    )
+    parser.add_argument(
+        "--rows", type=int, default=8, metavar="N", help="packed rows to print (default: 8)"
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="write lengths.png and inspect.json here (default: nothing)"
+    )
+    parser.add_argument(
+        "--split",
+        choices=("train", "validation"),
+        default="train",
+        help="documents to inspect (default: train)",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="first check the checksum of every shard"
+    )
     parser.set_defaults(run=run_inspect)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    from parcae.data.inspect import inspect
-    from parcae.data.shards import Shards
+    from parcae.data.inspection import inspect
+    from parcae.data.shards import ShardedDocuments
 
-    shards = Shards.open(arguments.folder, arguments.split)
+    shards = ShardedDocuments.open(arguments.folder, arguments.split)
     if arguments.verify:
-        for _ in console.track(shards.verify(), "checking", total=len(shards.records)):
+        for _ in console.track(shards.verify(), "verifying", total=len(shards.records)):
             pass
-        words = f"{arguments.folder}: every checksum of {arguments.split} is right."
-        console.out.print(words, soft_wrap=True)
-    tokenizer = shards.tokenizer()
-    inspect(
-        shards,
-        tokenizer.decode,
-        context=arguments.context,
-        rows=arguments.rows,
-        out_folder=arguments.out,
-        bytes_of_token=tokenizer.bytes_per_token() if tokenizer.is_byte_level else None,
+        console.print_text(f"{arguments.folder}: all checksums of {arguments.split} are correct.")
+    inspection = inspect(shards, arguments.context)
+    print_inspection(inspection, arguments.rows)
+    if arguments.out is not None:
+        figure = inspection.save(arguments.out)
+        console.print_text(f"Figure: {figure}")
+    return 0
+
+
+def print_inspection(inspection: Inspection, rows: int) -> None:
+    """Print the statistics and the first packed rows."""
+    rendered = inspection.render_rows(rows)
+    _print_summary(inspection)
+    cropped = inspection.summary.best_fit.cropped_share
+    if cropped > CROPPED_WARNING:
+        console.out.print(
+            f"Best fit drops {cropped:.0%} of the tokens, because documents are long compared "
+            "to a row. Use a longer context, data.split_long = true, or "
+            "data.packing = 'concatenate'.",
+            highlight=False,
+        )
+    for row in rendered:
+        console.out.print(row, no_wrap=True, overflow="ellipsis")
+
+
+def _print_summary(inspection: Inspection) -> None:
+    summary = inspection.summary
+    size = summary.bytes_per_token
+    row = summary.context_length + 1
+    console.out.print(
+        console.table(
+            "Documents",
+            ["", ""],
+            [
+                ("documents", f"{summary.documents:,}"),
+                ("tokens, with BOS", f"{summary.tokens:,}"),
+                ("bytes per token", "unknown" if size is None else f"{size:.3f}"),
+                ("tokens per document, mean", f"{summary.mean_length:,.1f}"),
+                ("tokens per document, median", f"{summary.median_length:,.0f}"),
+                ("tokens per document, maximum", f"{summary.longest:,}"),
+                (f"documents longer than {row:,}", f"{summary.documents_longer_than_row:.1%}"),
+                ("  their share of tokens", f"{summary.tokens_in_documents_longer_than_row:.1%}"),
+            ],
+        )
+    )
+    sampled = summary.sampled_documents < summary.documents
+    note = f", sample of {summary.sampled_documents:,} documents" if sampled else ""
+    methods = inspection.table()
+    lines = [
+        ("rows", [f"{m['rows']:,}" for m in methods]),
+        ("documents per row", [f"{m['documents_per_row']:.2f}" for m in methods]),
+        ("utilisation", [f"{m['utilisation']:.1%}" for m in methods]),
+        ("tokens cropped", [f"{m['cropped_share']:.2%}" for m in methods]),
+        ("tokens left over", [f"{m['leftover_share']:.2%}" for m in methods]),
+        ("rows that start inside a document", [f"{1 - m['aligned_share']:.1%}" for m in methods]),
+    ]
+    console.out.print(
+        console.table(
+            f"Packed into rows of {row:,} tokens{note}",
+            ["", "best fit", "best fit, split", "concatenation"],
+            [(name, *cells) for name, cells in lines],
+        )
+    )
+
+
+def _register_download(actions: Any) -> None:
+    parser = actions.add_parser(
+        "download",
+        help="download a dataset of the Hugging Face hub, or the files of evaluation tasks",
+        epilog="After an interruption, run the same command again to resume. Every file is "
+        "verified by its checksum.",
+    )
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="a dataset such as fineweb-edu-10bt or owner/name:folder, or a suite of tasks: "
+        "core, core-extended, zero-shot or lambada",
+    )
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="folder for the files")
+    parser.add_argument(
+        "--revision", metavar="NAME", help="branch, tag or commit of the dataset (default: main)"
+    )
+    parser.add_argument(
+        "--first-files", type=int, metavar="N", help="only the first N files (default: all)"
+    )
+    parser.add_argument(
+        "--mirror",
+        metavar="URL",
+        help="download tasks from this address instead of their original repository",
+    )
+    parser.set_defaults(run=run_download)
+
+
+def run_download(arguments: argparse.Namespace) -> int:
+    from parcae.data.hub import resolve
+    from parcae.evaluation.download import SUITES
+
+    if arguments.name in SUITES:
+        return _download_tasks(arguments)
+    resolve(arguments.name, SUITES)
+    return _download_dataset(arguments)
+
+
+def _download_dataset(arguments: argparse.Namespace) -> int:
+    from parcae.data.hub import download
+
+    require(
+        arguments.mirror is None,
+        "--mirror",
+        "not available for datasets",
+        "To use another hub, set the environment variable HF_ENDPOINT.",
+    )
+    with _file_progress() as report:
+        dataset = download(
+            arguments.name,
+            arguments.out,
+            revision=arguments.revision,
+            first_files=arguments.first_files,
+            report=report,
+        )
+    count = len(dataset.files[: arguments.first_files])
+    console.out.print(
+        f"{dataset.repository} at {dataset.commit[:12]}: {count} of {len(dataset.files)} files "
+        f"downloaded and verified. "
+        f"Next: parcae data prepare {arguments.out} --tokenizer ... --out ..."
     )
     return 0
+
+
+def _download_tasks(arguments: argparse.Namespace) -> int:
+    from parcae.evaluation.download import COLLECTION, download_tasks, wanted
+
+    require(
+        arguments.revision is None and arguments.first_files is None,
+        "--revision, --first-files",
+        "not available for task files, which are fixed",
+        "Omit them.",
+    )
+    suite, out = arguments.name, arguments.out
+    tasks = wanted(suite)
+    with _file_progress() as report:
+        download_tasks(tasks.files, out, collection=arguments.mirror or COLLECTION, report=report)
+    count = "1 file" if len(tasks.files) == 1 else f"{len(tasks.files)} files"
+    lines = [f"{suite}: {count} downloaded and verified, {console.format_bytes(tasks.bytes)}."]
+    lines += [
+        f"Not downloaded: {', '.join(names)} ({why})." for why, names in tasks.left_out.items()
+    ]
+    lines.append(f"Next: parcae eval CHECKPOINT --suite {suite} --eval-data {out}")
+    for line in lines:
+        console.print_text(line)
+    return 0
+
+
+@contextmanager
+def _file_progress() -> Iterator[Report]:
+    """A bar per file on a terminal, and a line per complete file elsewhere."""
+    with console.progress() as display:
+        tasks: dict[str, Any] = {}
+
+        def report(file: RemoteFile, done: int) -> None:
+            if file.path not in tasks:
+                total = file.bytes / MEBIBYTE
+                tasks[file.path] = display.add_task(f"{file.path} (MiB)", total=total)
+            display.update(tasks[file.path], completed=done / MEBIBYTE)
+            if done == file.bytes and not console.err.is_terminal:
+                size = console.format_bytes(file.bytes)
+                console.print_text(f"{file.path}: {size}", console=console.err)
+
+        yield report

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from parcae.config import ConfigError
-from parcae.data.corpus import find_files, read_documents
 from parcae.data.loader import Batch
-from parcae.data.readers import Reading
+from parcae.data.readers import read_documents
+from parcae.data.sources import find_files
 from parcae.evaluation.job import DataFile
 from parcae.evaluation.loss import losses_by_depth
 from parcae.evaluation.perplexity import RunningText
@@ -72,7 +72,7 @@ def open_held_out(path: str, limit: int | None, scorer: Scorer) -> TextSuite:
     files = find_files([path])
     if len(files) != 1:
         raise ConfigError(f"val-data: {path} is {len(files)} files. Name one.")
-    texts = [one.text for one in islice(read_documents(files, Reading()), limit)]
+    texts = [one.text for one in islice(read_documents(files), limit)]
     source = DataFile(files[0].path, "held out")
     return TextSuite(RunningText("val", texts, texts, source, scorer))
 

@@ -1,16 +1,80 @@
-"""From documents to batches; a document goes through these files in this order.
+"""From files of text to batches of tokens.
 
-corpus.py       where documents come from, and which of them are held out
-hub.py          datasets of the Hugging Face hub as local, verified files
-readers.py      one file of any format to its documents, as a stream
-tokenizer.py    text to ids: train, load, bytes per token
-compression.py  bytes per token of several tokenizers, side by side
-encoding.py     corpus and tokenizer to tokenised documents, on all cores
-shards.py       tokenised documents on disk: memory-mapped, checksummed
-prepare.py      tokenised documents to shards, interruptible at any moment
-documents.py    what packing needs to know of any store of tokenised documents
-packing.py      documents to rows, as pure functions
-plan.py         which documents are packed together, as a pure function of the seed
-loader.py       rows to batches, deterministic and resumable
-inspect.py      a look at all of it
+    parcae.data.train_tokenizer(["books/"], size=8192).save("tokenizer.json")
+    parcae.data.prepare(["books/"], "tokenizer.json", "shards/")
+    documents = parcae.data.ShardedDocuments.open("shards/")
+
+A document passes these modules, in this order:
+
+    sources        files, folders and globs to files; which documents are held out
+    readers        files of every format to documents
+    tokenizer      text to ids
+    preparation    documents to shards, resumable
+    shards         tokenised documents on disk or in memory
+    order          which documents and rows come next: shuffle, blocks, mixture
+    packing        documents to rows
+    loader         rows to batches, deterministic and resumable
+
+Beside them: `hub` downloads datasets, `tokenizer_training` trains and compares tokenizers on
+files, `inspection` measures prepared documents.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parcae.data.hub import download
+    from parcae.data.inspection import inspect
+    from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
+    from parcae.data.preparation import prepare
+    from parcae.data.readers import ReadOptions, read_documents
+    from parcae.data.shards import Documents, InMemoryDocuments, ShardedDocuments
+    from parcae.data.sources import find_files
+    from parcae.data.tokenizer import Tokenizer
+    from parcae.data.tokenizer_training import compare_tokenizers, train_tokenizer
+
+__all__ = [
+    "Batch",
+    "Documents",
+    "InMemoryDocuments",
+    "Loader",
+    "LoaderConfig",
+    "ReadOptions",
+    "ShardedDocuments",
+    "Source",
+    "Tokenizer",
+    "compare_tokenizers",
+    "download",
+    "find_files",
+    "inspect",
+    "prepare",
+    "read_documents",
+    "train_tokenizer",
+    "validation_batches",
+]
+
+_MODULES = {
+    "hub": ("download",),
+    "inspection": ("inspect",),
+    "loader": ("Batch", "Loader", "LoaderConfig", "Source", "validation_batches"),
+    "preparation": ("prepare",),
+    "readers": ("ReadOptions", "read_documents"),
+    "shards": ("Documents", "InMemoryDocuments", "ShardedDocuments"),
+    "sources": ("find_files",),
+    "tokenizer": ("Tokenizer",),
+    "tokenizer_training": ("compare_tokenizers", "train_tokenizer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a module when one of its names is first used."""
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"parcae.data.{module}"), name)
+    raise AttributeError(f"module 'parcae.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

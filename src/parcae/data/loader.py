@@ -1,62 +1,66 @@
-"""Batches of (inputs, targets) that are the same on every machine, and resume exactly.
+"""Deterministic, resumable batches of (inputs, targets) from one or several sources.
 
     config = LoaderConfig(context_length=512, global_batch=64, seed=1)
     with Loader([Source(documents, weight=1.0, name="web")], config) as loader:
-        for inputs, targets in loader: ...   # int64 [rows, context], without end
-        state = loader.state_dict()          # plain JSON; after the last batch that was taken
+        for inputs, targets in loader: ...   # int64 [rows, context], endless
+        state = loader.state_dict()          # plain JSON: the position after the last batch taken
 
-Row i of step s depends on (seed, s, i) only. Rank k of w takes the rows k, k + w, ... of a step,
-so any number of ranks reads the same steps; what a background thread makes ahead is not part of
-the state. With several sources, shares are exact to within one row at the end of every step; the
-order inside a step is shuffled, so that no rank sees one source only.
+Row i of step s depends on (seed, s, i) only, on every machine. Rank k of w takes the rows k, k + w,
+... of a step, so any number of ranks reads the same steps. Batches prefetched by the background
+thread are not part of the state. With several sources, shares are exact to within one row at the
+end of every step; the order within a step is shuffled, so that no rank sees one source only.
 """
 
 from __future__ import annotations
 
+import queue
+import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
 from parcae.config import ConfigError, require
-from parcae.data.documents import Documents, SplitDocuments
+from parcae.data.order import LoaderPosition, PlannedStep, SourcePlan, SourcePosition, plan_steps
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
-from parcae.data.plan import PlannedStep, Position, SourcePlan, SourcePosition, plan_steps
-from parcae.data.prefetch import prefetched
-from parcae.data.state import read_state, write_state
+from parcae.data.shards import Documents, SplitDocuments
 from parcae.schema import Settings, setting
 
 STATE_VERSION = 1
+STATE_REMEDY = "Use what state_dict() returned, or another checkpoint."
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig(Settings, table="data"):
-    """How documents become batches. All but `prefetch` decide what the batches contain."""
+    """How documents become batches. All fields but `prefetch` determine the content."""
 
-    context_length: int = setting(MISSING, "tokens of a row", at_least=1)
-    global_batch: int = setting(MISSING, "rows of an optimiser step, over all ranks", at_least=1)
+    context_length: int = setting(MISSING, "tokens per row", at_least=1)
+    global_batch: int = setting(MISSING, "rows per optimiser step, over all ranks", at_least=1)
     seed: int = 0
     packing: Method = "best-fit"
     split_long: bool = False
     """Cut documents longer than a row into pieces that each start with BOS, instead of dropping
-    what best fit crops of them. The paper does not; for textbooks, novels and code it matters."""
+    what best fit crops of them. The paper does not; it matters for books and code."""
     buffer: int = setting(BUFFER_DOCUMENTS, "documents that best fit chooses from", at_least=1)
-    block_documents: int = setting(16_384, "documents that are packed together", at_least=1)
-    """The unit that is planned ahead."""
+    block_documents: int = setting(
+        16_384, "documents that are shuffled and packed as one block", at_least=1
+    )
     prefetch: int = setting(2, "batches prepared ahead in a background thread", at_least=0)
 
     @property
     def row_tokens(self) -> int:
-        """Inputs and targets overlap in all but one token."""
+        """Tokens per row: inputs and targets overlap in all but one token."""
         return self.context_length + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Documents and their share of the rows, in proportion to the other sources' weights."""
+    """Documents and their weight: their share of the rows, relative to the other sources."""
 
     documents: Documents
     weight: float = 1.0
@@ -64,17 +68,14 @@ class Source:
 
 
 class Batch(NamedTuple):
+    """Token ids, int64 [rows, context]; targets are the inputs shifted by one."""
+
     inputs: torch.Tensor
     targets: torch.Tensor
 
-    def micro_batches(self, rows: int) -> Iterator[Batch]:
-        """The same rows, `rows` at a time, for gradient accumulation."""
-        for start in range(0, len(self.inputs), rows):
-            yield Batch(self.inputs[start : start + rows], self.targets[start : start + rows])
-
 
 class Loader:
-    """The batches of one rank; see the module for what is promised."""
+    """Iterator over the batches of one rank; see the module for its guarantees."""
 
     def __init__(
         self,
@@ -106,23 +107,23 @@ class Loader:
             for source, documents in zip(sources, self._documents, strict=True)
         )
         self._identity = _identity(sources, config)
-        self._stream: Iterator[tuple[Batch, Position]] | None = None
-        self._position = Position(0, tuple(SourcePosition() for _ in sources))
+        self._stream: Iterator[tuple[Batch, LoaderPosition]] | None = None
+        self._position = LoaderPosition(0, tuple(SourcePosition() for _ in sources))
         if state is not None:
             self.load_state_dict(state)
 
     @property
     def step(self) -> int:
-        """Batches taken so far: the number of the step that comes next."""
+        """Batches taken so far, which is the index of the next step."""
         return self._position.step
 
     @property
-    def position(self) -> Position:
+    def position(self) -> LoaderPosition:
         return self._position
 
     @property
     def tokens_per_step(self) -> int:
-        """Targets of a step, over all ranks."""
+        """Targets per step, over all ranks."""
         return self.config.global_batch * self.config.context_length
 
     def __iter__(self) -> Loader:
@@ -134,29 +135,29 @@ class Loader:
         try:
             batch, self._position = next(self._stream)
         except BaseException:
-            self.close()  # so that another call starts again at this step
+            self.close()  # so that the next call starts again at this step
             raise
         return batch
 
     def skip(self, steps: int) -> None:
-        """Go on as if so many batches had been taken; they are planned, but no token is read."""
+        """Skip this many batches without reading their tokens."""
         self.close()
         planned = self._planned_steps()
         for _ in range(steps):
             self._position = next(planned).position_after
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint: the position, and what it is a position in."""
+        """The position, and what identifies the data it refers to, as plain JSON."""
         return write_state(self._identity, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken; the number of ranks and the prefetching may differ."""
+        """Continue where the state was taken; ranks and `prefetch` may differ."""
         position = read_state(state, self._identity, [plan.blocks for plan in self._plans])
         self.close()
         self._position = position
 
     def close(self) -> None:
-        """End the background thread. The loader can be used again, from the same position."""
+        """Stop the background thread. The loader stays usable, from the same position."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()  # type: ignore[attr-defined]
@@ -171,8 +172,8 @@ class Loader:
         batch, seed = self.config.global_batch, self.config.seed
         return plan_steps(self._plans, self._weights, batch, seed, self._position)
 
-    def _batches(self) -> Iterator[tuple[Batch, Position]]:
-        """Bound to values, not to the loader, so that a forgotten loader is not kept alive."""
+    def _batches(self) -> Iterator[tuple[Batch, LoaderPosition]]:
+        """A generator without a reference to the loader, so that the loader can be collected."""
         documents = self._documents
         mine = slice(self._rank, None, self._world_size)
         context = self.config.context_length
@@ -205,17 +206,20 @@ def validation_batches(
     packing: Method = "best-fit",
     split_long: bool = False,
 ) -> Iterator[Batch]:
-    """At most `limit` rows, the same at every call: packed in the documents' order, unshuffled.
+    """Yield at most `limit` rows, the same at every call: packed in order, not shuffled.
 
-    Best fit packs long documents first, so a limit takes rows at even distances over all, not the
-    first ones. The last batch may be smaller.
+    Best fit packs long documents first, so a limit takes evenly spaced rows rather than the first
+    ones. The last batch may be smaller.
     """
     require(
-        context_length >= 1, "context_length", f"{context_length} is not positive", "Use 1 or more."
+        context_length >= 1,
+        "context_length",
+        f"{context_length} is out of range",
+        "It must be >= 1.",
     )
-    require(batch_rows >= 1, "batch_rows", f"{batch_rows} is not positive", "Use at least 1.")
+    require(batch_rows >= 1, "batch_rows", f"{batch_rows} is out of range", "It must be >= 1.")
     if limit is not None:
-        require(limit >= 1, "limit", f"{limit} is not positive", "Use at least 1.")
+        require(limit >= 1, "limit", f"{limit} is out of range", "It must be >= 1.")
     documents = _documents_as_packed(documents, context_length + 1, split_long)
     packed = pack(documents.lengths, context_length + 1, method=packing)
     if packed.rows == 0:
@@ -235,44 +239,47 @@ def _documents_as_packed(documents: Documents, row_tokens: int, split_long: bool
 
 
 def _check_sources(sources: Sequence[Source]) -> None:
-    require(len(sources) > 0, "data.sources", "there is none", "Name at least one.")
+    require(len(sources) > 0, "data.sources", "none given", "Name at least one.")
     names = [source.name for source in sources]
     require(
         len(set(names)) == len(names),
         "data.sources",
-        f"two have the same name among {', '.join(names)}",
-        "Names tell sources apart in the shuffle and in the state; make them differ.",
+        f"names are not unique: {', '.join(names)}",
+        "Give each source its own name; it identifies the source in the shuffle and the state.",
     )
     for source in sources:
         is_number = isinstance(source.weight, Real) and not isinstance(source.weight, bool)
         require(
             is_number and 0 < source.weight < float("inf"),
             f"weight of source {source.name}",
-            f"{source.weight!r} is not a positive number",
-            "Leave the source out, or give it a share.",
+            f"{source.weight!r} is out of range",
+            "It must be a finite number > 0. To omit a source, remove it.",
         )
 
 
 def _plain_weight(source: Source) -> float:
-    """As it is spelled, whatever library it comes from, since the state is plain JSON."""
+    """The weight as a Python float with the same decimal digits, for the JSON state."""
     return float(str(source.weight))
 
 
 def _check_ranks(config: LoaderConfig, rank: int, world_size: int) -> None:
-    require(world_size >= 1, "world_size", f"{world_size} is not positive", "Use at least 1.")
+    require(world_size >= 1, "world_size", f"{world_size} is out of range", "It must be >= 1.")
     require(
-        0 <= rank < world_size, "rank", f"{rank} is not one of {world_size}", "Count ranks from 0."
+        0 <= rank < world_size,
+        "rank",
+        f"{rank} is out of range",
+        f"It must be >= 0 and < world_size ({world_size}).",
     )
     require(
         config.global_batch % world_size == 0,
         "data.global_batch",
-        f"{config.global_batch} rows cannot be shared evenly by {world_size} ranks",
+        f"{config.global_batch} rows cannot be divided evenly among {world_size} ranks",
         f"Use a multiple of {world_size}.",
     )
 
 
 def _identity(sources: Sequence[Source], config: LoaderConfig) -> dict[str, Any]:
-    """What must be the same for a position to mean the same rows."""
+    """The settings and documents that a saved position depends on."""
     settings = asdict(config)
     del settings["prefetch"]
     return {
@@ -283,3 +290,113 @@ def _identity(sources: Sequence[Source], config: LoaderConfig) -> dict[str, Any]
             for s in sources
         ],
     }
+
+
+def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
+    """Yield the same items in order, with up to `depth` of them prepared ahead in a thread.
+
+    An exception is raised where its item would have been. Closing or deleting the generator ends
+    the thread.
+    """
+    if depth == 0:
+        yield from items
+        return
+    room = threading.Semaphore(depth)
+    ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    stopped = threading.Event()
+
+    def produce() -> None:
+        try:
+            while room.acquire() and not stopped.is_set():
+                ready.put((next(items), None))
+        except BaseException as error:
+            ready.put((None, error))
+
+    thread = threading.Thread(target=produce, name="parcae-prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            room.release()
+            yield item
+    finally:
+        stopped.set()
+        room.release()
+        if not sys.is_finalizing():  # daemon threads no longer run then, so join would hang
+            thread.join()
+
+
+def write_state(identity: Mapping[str, Any], position: LoaderPosition) -> dict[str, Any]:
+    """A loader's state as plain JSON: `identity` and a position."""
+    sources = [
+        {**source, **reached._asdict()}
+        for source, reached in zip(identity["sources"], position.sources, strict=True)
+    ]
+    return {**identity, "step": position.step, "sources": sources}
+
+
+def read_state(
+    state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
+) -> LoaderPosition:
+    """The position in a state that has this identity; `blocks` is the blocks of each source."""
+    for name, mine in identity.items():
+        if name != "sources":
+            _require_same(name, _entry(state, name), mine)
+    sources = _entry(state, "sources")
+    require(isinstance(sources, list), "loader state, sources", "not a list", STATE_REMEDY)
+    _require_same("number of sources", len(sources), len(identity["sources"]))
+    for source, expected in zip(sources, identity["sources"], strict=True):
+        for name, mine in expected.items():
+            _require_same(f"{name} of source {expected['name']}", _entry(source, name), mine)
+    position = LoaderPosition(
+        _count(state, "step"),
+        tuple(
+            SourcePosition(*(_count(source, name) for name in SourcePosition._fields))
+            for source in sources
+        ),
+    )
+    _check_position(position, identity["global_batch"], blocks)
+    return position
+
+
+def _entry(state: object, name: str) -> Any:
+    present = isinstance(state, Mapping) and name in state
+    require(present, f"loader state, {name}", "missing", STATE_REMEDY)
+    return cast(Mapping[str, Any], state)[name]
+
+
+def _count(state: object, name: str) -> int:
+    value = _entry(state, name)
+    whole = isinstance(value, int) and value >= 0
+    require(whole, f"loader state, {name}", f"{value!r} is not a whole number >= 0", STATE_REMEDY)
+    return value
+
+
+def _require_same(name: str, saved: object, mine: object) -> None:
+    require(
+        saved == mine,
+        f"loader state, {name}",
+        f"saved with {saved!r}, but this loader has {mine!r}, so the rows would differ",
+        "Use the same documents and settings, or start without the state.",
+    )
+
+
+def _check_position(position: LoaderPosition, global_batch: int, blocks: Sequence[int]) -> None:
+    rows = sum(source.rows_read for source in position.sources)
+    require(
+        rows == position.step * global_batch,
+        "loader state, step",
+        f"{position.step} steps of {global_batch} rows do not match {rows} rows read",
+        STATE_REMEDY,
+    )
+    for number, (source, count) in enumerate(zip(position.sources, blocks, strict=True)):
+        require(
+            source.block < count,
+            "loader state, block",
+            f"source {number} has {count} blocks, so index {source.block} is out of range",
+            STATE_REMEDY,
+        )

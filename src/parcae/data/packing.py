@@ -1,16 +1,16 @@
-"""Documents into full rows, from their lengths alone.
+"""Pack documents into full rows, given only their lengths.
 
     packing = pack(lengths, capacity=context + 1)
     for document, start, length in packing.row(0): ...
 
-Best fit: a row takes, again and again, the longest buffered document that fits whole; when none
-fits, the shortest buffered document is cropped to fill the row exactly and its rest is dropped.
-Ties go to the document that entered the buffer first. So every row starts with a document (with
-BOS), and none is padded. Concatenation, for comparison, lays the documents end to end and cuts.
+Best fit: repeatedly add the longest buffered document that fits into the row; if none fits, crop
+the shortest buffered document to fill the row exactly, and drop its rest. Ties go to the document
+that entered the buffer first. So every row starts with a document (with BOS), and none is padded.
+Concatenation, for comparison, joins all documents and cuts the sequence into rows.
 
-No token is touched here: a packing says which piece of which document goes where, and rows are
-read from memory-mapped tokens when they are needed. Every token is accounted for:
-packed + cropped + left over = all, where the documents of the last, incomplete row are left over.
+A packing says which piece of which document goes where; tokens are read later, when a row is
+needed. Every token is counted: packed + cropped + left over = all, where the documents of the
+last, incomplete row are left over.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class Packing:
 
     @property
     def utilisation(self) -> float:
-        """Share of the rows' places that hold a token of a document."""
+        """Fraction of the rows' positions that hold a token of a document."""
         return self.packed_tokens / (self.rows * self.capacity) if self.rows else 1.0
 
     @property
     def aligned_rows(self) -> int:
-        """Rows that start with the start of a document."""
+        """Number of rows that begin at the start of a document."""
         return int((self.starts[self.row_starts[:-1]] == 0).sum())
 
     def row(self, row: int) -> Iterator[Segment]:
@@ -83,14 +83,14 @@ def pack(
     buffer: int = BUFFER_DOCUMENTS,
     method: Method = "best-fit",
 ) -> Packing:
-    """Fill rows of `capacity` tokens with documents of these lengths, taken in this order."""
-    require(capacity >= 1, "capacity", f"{capacity} is not positive", "Use context + 1.")
-    require(buffer >= 1, "buffer", f"{buffer} is not positive", "Use at least 1.")
+    """Pack documents of these lengths, in this order, into rows of `capacity` tokens."""
+    require(capacity >= 1, "capacity", f"{capacity} is out of range", "Use context + 1.")
+    require(buffer >= 1, "buffer", f"{buffer} is out of range", "It must be >= 1.")
     lengths = np.asarray(lengths, dtype=np.int64)
     require(
         len(lengths) == 0 or bool(lengths.min() >= 1),
         "lengths",
-        "a document has no token",
+        "a document has no tokens",
         "Start every document with BOS.",
     )
     if method == "concatenate":
@@ -113,7 +113,8 @@ def pack(
 
 
 def concatenate(lengths: np.ndarray, capacity: int) -> Packing:
-    """Documents end to end, cut every `capacity` tokens: none is cropped, rows start anywhere."""
+    """Join the documents and cut every `capacity` tokens: nothing is cropped, and rows may start
+    in the middle of a document."""
     lengths = np.asarray(lengths, dtype=np.int64)
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -133,13 +134,13 @@ def concatenate(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _best_fit(lengths: np.ndarray, capacity: int, buffer: int) -> tuple[np.ndarray, np.ndarray]:
-    """The documents in the order in which they are placed, and where each row starts among them.
+    """The documents in the order of placement, and the index at which each row starts.
 
-    The buffer is a set of lengths held in the bits of one integer, so that the longest that fits
-    is a `bit_length` away, however many documents wait. Documents of one length leave in the order
-    they came, hence two counters into the stable order by length are their queue: `head` is the
-    next to leave, `tail` the next to come. Documents longer than a row never fit and only matter
-    as the shortest there is: a heap of their ranks in the same order.
+    The buffer is a set of lengths in the bits of one integer, so the longest that fits is found by
+    `bit_length`, independent of the number of buffered documents. Documents of equal length leave
+    in the order they came, so two indices into the stable order by length are their queue: `head`
+    is the next to leave, `tail` the next to come. Documents longer than a row never fit and are
+    used only as the shortest available one: a heap of their ranks in the same order.
     """
     order = np.argsort(lengths, kind="stable")
     rank = np.empty_like(order)

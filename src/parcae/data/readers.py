@@ -1,6 +1,12 @@
-"""One file to its documents: text, JSON lines, Parquet; plain, gzip or zstandard; as streams.
+"""Read documents from text, JSON lines and Parquet files, uncompressed, gzip or zstandard.
 
-Text that is not well formed is an error that names the place, or is replaced where asked.
+    for document in read_documents(files, ReadOptions(text_field="content")):
+        document.text
+
+A text file holds one document, or one from each line that matches `document_start`; JSON lines
+and Parquet hold one per record. Files are streamed, so memory does not grow with their size. The
+order is fixed, and a `ReadPosition` says where to continue. Text that is not valid UTF-8 is an
+error that names the file and the line or row, or is replaced if the options say so.
 """
 
 from __future__ import annotations
@@ -10,16 +16,17 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
 import zstandard
 
 from parcae.config import ConfigError
-from parcae.files import FileError
+from parcae.files import FileError, reading
 
 Format = Literal["text", "json-lines", "parquet", "python", "topics"]
 
@@ -34,57 +41,125 @@ FORMATS: dict[str, Format] = {
 COMPRESSIONS = (".gz", ".zst")
 
 LONGEST_TEXT = 1 << 23
-"""Characters. What is longer in a text file goes on as a further document."""
+"""Characters. The rest of a longer text file is read as further documents."""
 LONGEST_RECORD_BYTES = 3 << 24
 PARQUET_BATCH_BYTES = 1 << 22
 ZSTANDARD_PIECE_BYTES = 512
-"""Of compressed input; a block of 4 bytes can stand for 128 KiB, so this may become 16 MiB."""
+"""Compressed bytes decoded at once; a block of 4 bytes can hold 128 KiB, so at most 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How files are turned into documents."""
+class ReadOptions:
+    """How files are split into documents and decoded."""
 
     text_field: str = "text"
-    """The key of a JSON record, or the column of a Parquet file, that holds the text."""
+    """JSON key or Parquet column that holds the text."""
     document_start: str | None = None
-    """In text files, a line that this regular expression matches starts a new document."""
+    """In text files, a line that matches this regular expression starts a new document."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """Bytes that are not UTF-8: an error, or U+FFFD in their place."""
+    """Bytes that are not UTF-8 are an error, or become U+FFFD."""
 
     def __post_init__(self) -> None:
         try:
             re.compile(self.document_start or "")
         except re.error as error:
             raise ConfigError(
-                f"document_start: {self.document_start!r} is not a regular expression ({error})."
+                f"document_start: {self.document_start!r} is not a valid regular expression "
+                f"({error})."
             ) from None
 
 
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, and a name that does not change when its folder moves."""
+
+    name: str
+    path: Path
+    format: Format
+    folder: Path | None = None
+    """The folder given as a source, if the file was found in one."""
+
+    @property
+    def bytes(self) -> int:
+        with reading(self.path):
+            return self.path.stat().st_size
+
+
+class ReadPosition(NamedTuple):
+    """The next document to read: index of its file, and index of the document in the file."""
+
+    file: int = 0
+    document: int = 0
+
+
+BEGINNING = ReadPosition()
+
+
+class Document(NamedTuple):
+    text: str
+    next_position: ReadPosition
+    """Where to continue after this document."""
+    fraction_read: float
+    """Fraction of its file that has been read, from 0 to 1."""
+
+
 class Record(NamedTuple):
-    """A document's text, and how much of its file has been read: from 0 to 1."""
+    """A document's text, and the fraction of its file that has been read."""
 
     text: str
-    share: float
+    fraction_read: float
 
 
 def format_of(path: Path) -> Format | None:
+    """The format by the file's suffix, without .gz or .zst; None if it is not supported."""
     plain = path.with_suffix("") if path.suffix in COMPRESSIONS else path
     return FORMATS.get(plain.suffix)
 
 
-def read(path: Path, format: Format, reading: Reading, skip: int = 0) -> Iterator[Record]:
-    """The documents of one file behind the first `skip`."""
+def read_documents(
+    files: Sequence[SourceFile],
+    options: ReadOptions | None = None,
+    start: ReadPosition = BEGINNING,
+) -> Iterator[Document]:
+    """Yield every document of the files, from `start`.
+
+    Documents without text are included, so that positions count them; skip them if not `text`.
+    """
+    options = options or ReadOptions()
+    for index in range(start.file, len(files)):
+        file = files[index]
+        document = start.document if index == start.file else 0
+        for text, fraction_read in read_file(file.path, file.format, options, document):
+            document += 1
+            yield Document(text, ReadPosition(index, document), fraction_read)
+        if document == 0 and file.format != "python":
+            raise FileError(f"{file.path}: contains no document. Remove it from the sources.")
+
+
+def bytes_read(files: Sequence[SourceFile]) -> Callable[[Document], float]:
+    """A function that returns the bytes of the files that were read up to a document's end."""
+    sizes = [file.bytes for file in files]
+    starts = list(accumulate(sizes, initial=0))
+
+    def read_until(document: Document) -> float:
+        file = document.next_position.file
+        return starts[file] + document.fraction_read * sizes[file]
+
+    return read_until
+
+
+def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -> Iterator[Record]:
+    """Yield the documents of one file, without the first `skip`."""
     reader = READERS[format]
     try:
-        yield from reader(path, reading, skip)
+        yield from reader(path, options, skip)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         if "too much memory" in str(error):
             raise FileError(
-                f"{path}: its zstandard window is above 128 MiB. Compress it anew, without --long "
-                "or with --long=27."
+                f"{path}: its zstandard window is larger than 128 MiB. Compress it again without "
+                "--long, or with --long=27."
             ) from None
-        raise FileError(f"{path}: damaged or truncated ({error}). Fetch it again.") from None
+        raise FileError(f"{path}: damaged or truncated ({error}). Download it again.") from None
     except UnicodeDecodeError as error:
         raise FileError(_not_utf8(path, error)) from None
     except OSError as error:
@@ -94,20 +169,20 @@ def read(path: Path, format: Format, reading: Reading, skip: int = 0) -> Iterato
         raise FileError(f"{path}: cannot be read ({problem}). Check its permissions.") from None
 
 
-def _not_utf8(place: object, error: UnicodeDecodeError) -> str:
+def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
     return (
-        f"{place}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). "
+        f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). "
         "Convert it, or use --encoding-errors replace."
     )
 
 
-def _read_text(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
-    starts = re.compile(reading.document_start).search if reading.document_start else None
-    with _open(path) as (stream, share_read):
-        text = io.TextIOWrapper(stream, "utf-8-sig", errors=reading.encoding_errors, newline="")
+def _read_text(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
+    starts = re.compile(options.document_start).search if options.document_start else None
+    with _open(path) as (stream, fraction_read):
+        text = io.TextIOWrapper(stream, "utf-8-sig", errors=options.encoding_errors, newline="")
         for number, document in enumerate(_join_lines(text, starts)):
             if number >= skip:
-                yield Record(document, share_read())
+                yield Record(document, fraction_read())
 
 
 def _join_lines(text: IO[str], starts: Callable[[str], Any] | None) -> Iterator[str]:
@@ -124,58 +199,60 @@ def _join_lines(text: IO[str], starts: Callable[[str], Any] | None) -> Iterator[
         yield "".join(lines)
 
 
-def _read_json_lines(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
+def _read_json_lines(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
     seen = 0
     number = 0
-    with _open(path) as (stream, share_read):
+    with _open(path) as (stream, fraction_read):
         while line := stream.readline(LONGEST_RECORD_BYTES):
             number += 1
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             if len(line) == LONGEST_RECORD_BYTES:
-                raise FileError(f"{place}: longer than {LONGEST_RECORD_BYTES >> 20} MiB. Split it.")
+                raise FileError(
+                    f"{location}: longer than {LONGEST_RECORD_BYTES >> 20} MiB. Split it."
+                )
             if line.isspace():
                 continue
             seen += 1
             if seen > skip:
-                yield Record(_text_of(line, reading, place), share_read())
+                yield Record(_text_of(line, options, location), fraction_read())
 
 
-def _text_of(line: bytes, reading: Reading, place: str) -> str:
+def _text_of(line: bytes, options: ReadOptions, location: str) -> str:
     try:
-        record = json.loads(line.decode("utf-8-sig", reading.encoding_errors))
+        record = json.loads(line.decode("utf-8-sig", options.encoding_errors))
     except UnicodeDecodeError as error:
-        raise FileError(_not_utf8(place, error)) from None
+        raise FileError(_not_utf8(location, error)) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{place}: not a JSON record ({error}). Each line is one.") from None
+        raise FileError(f"{location}: not valid JSON ({error}). Expected one object.") from None
     if not isinstance(record, dict):
         raise FileError(
-            f"{place}: a record is an object, not {type(record).__name__}. Write each document as "
-            f'{{"{reading.text_field}": "..."}} on a line of its own.'
+            f"{location}: {type(record).__name__} instead of an object. Write one document per "
+            f'line, as {{"{options.text_field}": "..."}}.'
         )
-    if reading.text_field not in record:
-        raise FileError(_no_field(place, reading.text_field, record))
-    text = record[reading.text_field]
+    if options.text_field not in record:
+        raise FileError(_no_field(location, options.text_field, record))
+    text = record[options.text_field]
     if text is None:
         return ""
     if not isinstance(text, str):
         others = [name for name, value in record.items() if isinstance(value, str)]
         kind = type(text).__name__
-        raise FileError(_not_text(f"{place}: {reading.text_field!r}", kind, others))
+        raise FileError(_not_text(f"{location}: {options.text_field!r}", kind, others))
     return _well_formed(text)
 
 
-def _no_field(place: object, field: str, fields: Any) -> str:
+def _no_field(location: object, field: str, fields: Any) -> str:
     names = ", ".join(map(str, fields)) or "nothing"
-    return f"{place}: no field {field!r}; it has {names}. Choose one with --text-field."
+    return f"{location}: no field {field!r}; it has {names}. Choose one with --text-field."
 
 
 def _not_text(what: str, kind: object, others: list[str]) -> str:
-    remedy = f"Choose one that is with --text-field: {', '.join(others)}."
-    return f"{what} is not text but {kind}. {remedy if others else 'Nothing else in it is either.'}"
+    remedy = f"Choose a text field with --text-field: {', '.join(others)}."
+    return f"{what} is {kind}, not text. {remedy if others else 'There is no text field.'}"
 
 
 def _well_formed(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which no UTF-8 text holds."""
+    """Replace unpaired surrogates, which JSON can escape but UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,32 +260,32 @@ def _well_formed(text: str) -> str:
     return text
 
 
-def _read_parquet(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
+def _read_parquet(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            yield from _read_row_groups(path, file, reading, skip)
+            yield from _read_row_groups(path, file, options, skip)
     except pa.ArrowException as error:
-        raise FileError(f"{path}: damaged, or not Parquet ({error}). Fetch it again.") from None
+        raise FileError(f"{path}: damaged, or not Parquet ({error}). Download it again.") from None
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{path}: damaged, or not readable ({error}). Fetch it again.") from None
+        raise FileError(f"{path}: damaged, or not readable ({error}). Download it again.") from None
 
 
-def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iterator[Record]:
+def _read_row_groups(path: Path, file: Any, options: ReadOptions, skip: int) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
     schema = file.schema_arrow
-    if reading.text_field not in schema.names:
-        raise FileError(_no_field(path, reading.text_field, schema.names))
-    kind = schema.field(reading.text_field).type
+    if options.text_field not in schema.names:
+        raise FileError(_no_field(path, options.text_field, schema.names))
+    kind = schema.field(options.text_field).type
     if not _is_text(kind):
         others = [field.name for field in schema if _is_text(field.type)]
-        raise FileError(_not_text(f"{path}: column {reading.text_field!r}", kind, others))
+        raise FileError(_not_text(f"{path}: column {options.text_field!r}", kind, others))
     row = 0
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -216,7 +293,7 @@ def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iter
             row += rows
             continue
         batches = file.iter_batches(
-            _rows_per_batch(file, group), [group], columns=[reading.text_field], use_threads=False
+            _rows_per_batch(file, group), [group], columns=[options.text_field], use_threads=False
         )
         for batch in batches:
             column = batch.column(0)
@@ -230,7 +307,7 @@ def _read_row_groups(path: Path, file: Any, reading: Reading, skip: int) -> Iter
             for value in column:
                 row += 1
                 if row > skip:
-                    text = _decode(value.as_py(), reading, f"{path}, row {row}")
+                    text = _decode(value.as_py(), options, f"{path}, row {row}")
                     yield Record(text, row / file.metadata.num_rows)
 
 
@@ -245,28 +322,28 @@ def _is_text(kind: Any) -> bool:
 
 
 def _rows_per_batch(file: Any, group: int) -> int:
-    """As many as fit the memory we give a batch, judged by the group's mean."""
+    """Rows that take about `PARQUET_BATCH_BYTES`, by the group's mean row size."""
     metadata = file.metadata.row_group(group)
     mean_bytes = metadata.total_byte_size / max(1, metadata.num_rows)
     return int(min(max(PARQUET_BATCH_BYTES / max(mean_bytes, 1), 1), 1024))
 
 
-def _decode(value: bytes | None, reading: Reading, place: str) -> str:
+def _decode(value: bytes | None, options: ReadOptions, location: str) -> str:
     try:
-        return (value or b"").decode("utf-8", reading.encoding_errors)
+        return (value or b"").decode("utf-8", options.encoding_errors)
     except UnicodeDecodeError as error:
-        raise FileError(_not_utf8(place, error)) from None
+        raise FileError(_not_utf8(location, error)) from None
 
 
-def _read_python(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
-    """A module is one document; an empty `__init__.py` is none."""
+def _read_python(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
+    """A module is one document; an empty file is none."""
     text = path.read_text(encoding="utf-8", errors="replace")
     if text and not skip:
         yield Record(text, 1.0)
 
 
-def _read_topics(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
-    """The topics of the interactive help, by name."""
+def _read_topics(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
+    """The topics of Python's interactive help, by name."""
     from pydoc_data.topics import topics
 
     names = sorted(topics)
@@ -274,7 +351,7 @@ def _read_topics(path: Path, reading: Reading, skip: int) -> Iterator[Record]:
         yield Record(topics[names[number]], (number + 1) / len(names))
 
 
-READERS: dict[Format, Callable[[Path, Reading, int], Iterator[Record]]] = {
+READERS: dict[Format, Callable[[Path, ReadOptions, int], Iterator[Record]]] = {
     "text": _read_text,
     "json-lines": _read_json_lines,
     "parquet": _read_parquet,
@@ -285,7 +362,7 @@ READERS: dict[Format, Callable[[Path, Reading, int], Iterator[Record]]] = {
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
-    """The file's content, and a function that says how much of the file has been read."""
+    """The decompressed content, and a function for the fraction of the file that was read."""
     size = path.stat().st_size
     with ExitStack() as stack:
         file = stack.enter_context(path.open("rb", buffering=0))
@@ -298,9 +375,9 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
 
 
 class _ZstandardStream(io.RawIOBase):
-    """zstandard's own stream takes a truncated file for a whole one; this one does not.
+    """Decompress zstandard; unlike the library's stream, fail if the file is truncated.
 
-    Input is fed in small pieces, since a few bytes of repetitive text stand for a great many.
+    Input is decoded in small pieces, because a few bytes can decompress to many.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

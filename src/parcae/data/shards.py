@@ -1,22 +1,22 @@
-"""Tokenised documents on disk: memory-mapped, checksummed, written whole or not at all.
+"""Tokenised documents: memory-mapped shards on disk, or arrays in memory.
 
-    documents = Shards.open("shards/", split="train")
+    documents = ShardedDocuments.open("shards/", split="train")
     documents.lengths, documents.tokens(7)
 
 A folder holds shards, `manifest.json`, `sources.json` and the `tokenizer.json` they were made
 with. The manifest is written last: a folder without one is not finished. A shard is one file,
-all little-endian:
+little-endian throughout:
 
     16 bytes     b"parcae-shard-1\\n\\0"
-    tokens       uint16 or uint32, document after document, each from its BOS
+    tokens       uint16 or uint32, one document after another, each starting with BOS
     0-7 bytes    padding to a multiple of 8
     offsets      uint64, one more than documents: document i is tokens[offsets[i]:offsets[i + 1]]
     64 bytes     documents, tokens, bytes per token (uint64 each), the preparation's sha256 (32
                  bytes), b"parcae-\\n"
 
-The manifest carries a checksum of itself. Opening checks sizes and both ends of every shard, which
-catches truncated and foreign files at no cost; `verify=True` reads everything and checks each
-sha256.
+The manifest contains a checksum of itself. Opening a folder checks the size, both ends and the
+index of every shard, which detects truncated and wrong files without reading the tokens;
+`verify=True` reads every file and compares its sha256.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import hashlib
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
 from parcae.config import ConfigError
-from parcae.data.corpus import SPLITS, Split
+from parcae.data.sources import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
 
@@ -45,12 +45,97 @@ MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 TOKENIZER = "tokenizer.json"
 FORMAT = "parcae-shards-1"
-ANEW = "Delete its folder and prepare the corpus again."
+REMEDY = "Delete the folder and run `parcae data prepare` again."
+Manifest = dict[str, Any]
+
+
+class Documents(Protocol):
+    """Tokenised documents by index; every document starts with BOS."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per document, BOS included: int64."""
+        ...
+
+    def tokens(self, document: int) -> np.ndarray:
+        """The tokens of a document: uint16 or uint32, BOS first, a view if possible."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content: a loader's state is valid only for the same documents."""
+        ...
+
+
+class InMemoryDocuments:
+    """Documents in one array, for corpora that fit into memory.
+
+    InMemoryDocuments(tokenizer.encode_documents(texts))
+    """
+
+    def __init__(self, documents: Sequence[Sequence[int] | np.ndarray]) -> None:
+        for index, document in enumerate(documents):
+            if len(document) == 0:
+                raise ConfigError(f"document {index}: no tokens. Start every document with BOS.")
+        self.lengths = np.array([len(document) for document in documents], dtype=np.int64)
+        self._starts = np.cumsum(self.lengths) - self.lengths
+        joined = np.concatenate([np.asarray(d, dtype=np.int64) for d in documents] or [np.zeros(0)])
+        if len(joined) and (joined.min() < 0 or joined.max() > np.iinfo(np.uint32).max):
+            raise ConfigError("documents: a token is negative or exceeds 32 bits.")
+        small = len(joined) == 0 or joined.max() <= np.iinfo(np.uint16).max
+        self._tokens = joined.astype(np.uint16 if small else np.uint32)
+        self._tokens.flags.writeable = False
+
+    def tokens(self, document: int) -> np.ndarray:
+        start = self._starts[document]
+        return self._tokens[start : start + self.lengths[document]]
+
+    @property
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.lengths.tobytes())
+        digest.update(self._tokens.astype(np.uint32).tobytes())
+        return digest.hexdigest()
+
+
+class SplitDocuments:
+    """The same documents, those longer than `longest` cut into pieces that each start with BOS.
+
+    Best fit uses at most one row of a document and drops the rest, so most of a novel would be
+    dropped. Cut to `longest = context_length + 1`, long documents fill rows instead. The model
+    does not see that a piece continues another.
+    """
+
+    def __init__(self, documents: Documents, longest: int) -> None:
+        if longest < 2:
+            raise ConfigError(
+                f"longest: {longest} is out of range. It must be >= 2; use context + 1."
+            )
+        self._documents = documents
+        self._longest = longest
+        text = documents.lengths - 1
+        pieces = np.maximum(1, -(-text // (longest - 1)))
+        self._document = np.repeat(np.arange(len(text)), pieces)
+        first_piece = np.cumsum(pieces) - pieces
+        self._start = (np.arange(len(self._document)) - first_piece[self._document]) * (longest - 1)
+        self.lengths = 1 + np.minimum(longest - 1, text[self._document] - self._start)
+
+    def tokens(self, document: int) -> np.ndarray:
+        whole = self._documents.tokens(int(self._document[document]))
+        start, length = int(self._start[document]), int(self.lengths[document])
+        if start == 0:
+            return whole[:length]
+        piece = whole[start : start + length].copy()
+        piece[0] = whole[0]
+        return piece
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._documents.fingerprint}, split at {self._longest}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRecord:
-    """What the manifest says of one shard."""
+    """The manifest's entry for one shard."""
 
     file: str
     split: Split
@@ -88,7 +173,7 @@ class ShardWriter:
         self.text_bytes += text_bytes
 
     def finish(self, preparation: str) -> str:
-        """Write index and footer; the sha256 of the whole file."""
+        """Write the index and the footer, and return the sha256 of the file."""
         self._put(b"\0" * (-self.file_bytes % 8))
         self._put(np.asarray(self._offsets).astype("<u8", copy=False).data.cast("B"))
         width = self._dtype.itemsize
@@ -107,16 +192,16 @@ class ShardWriter:
 def shard_writer(
     folder: Path, name: str, split: Split, dtype: np.dtype, preparation: str
 ) -> Iterator[tuple[ShardWriter, list[ShardRecord]]]:
-    """A writer, and a list that holds the shard's record once it is whole on disk.
+    """A writer, and a list that receives the shard's record once the file is complete on disk.
 
-    A shard that got no document leaves no file and no record.
+    A shard without documents leaves no file and no record.
     """
     records: list[ShardRecord] = []
     path = folder / name
-    growing = folder / f".{name}.tmp"
+    partial = folder / f".{name}.tmp"
     try:
         with writing(path):
-            stream = growing.open("wb", buffering=0)
+            stream = partial.open("wb", buffering=0)
         with stream:
             writer = ShardWriter(stream, path, dtype)
             yield writer, records
@@ -124,9 +209,9 @@ def shard_writer(
         if not writer.documents:
             return
         with atomic_path(path) as temporary:
-            growing.replace(temporary)
+            partial.replace(temporary)
     finally:
-        growing.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     records.append(
         ShardRecord(
             file=name,
@@ -140,10 +225,10 @@ def shard_writer(
     )
 
 
-class Shards:
-    """One split of a prepared folder, as `Documents`; the files stay on disk until touched."""
+class ShardedDocuments:
+    """One split of a prepared folder as `Documents`, memory-mapped."""
 
-    def __init__(self, folder: Path, manifest: dict[str, Any], split: Split) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, split: Split) -> None:
         self.folder = folder
         self.manifest = manifest
         self.split: Split = split
@@ -162,7 +247,10 @@ class Shards:
             first += record.documents
 
     @classmethod
-    def open(cls, folder: str | Path, split: Split = "train", *, verify: bool = False) -> Shards:
+    def open(
+        cls, folder: str | Path, split: Split = "train", *, verify: bool = False
+    ) -> ShardedDocuments:
+        """Open a folder written by `prepare`; `verify` reads and checks every file first."""
         folder = Path(folder)
         if split not in SPLITS:
             raise ConfigError(f"split: {split!r} is not one of {', '.join(SPLITS)}.")
@@ -171,7 +259,7 @@ class Shards:
         if not shards.records:
             remedy = "a larger" if split == "validation" else "more documents or a smaller"
             raise FileError(
-                f"{folder}: no document for {split}. Prepare it with {remedy} "
+                f"{folder}: no documents in split {split}. Prepare it with {remedy} "
                 "--validation-fraction, or with --validation."
             )
         if verify:
@@ -181,13 +269,13 @@ class Shards:
 
     @property
     def fingerprint(self) -> str:
-        """Of the tokens in their order."""
+        """sha256 of the tokens in their order."""
         digests = "".join(record.sha256 for record in self.records)
         return hashlib.sha256(digests.encode()).hexdigest()
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text for one token; BOS is not counted."""
+        """Mean bytes of text per token, BOS not counted."""
         text = sum(record.text_bytes for record in self.records)
         return text / max(1, int(self.lengths.sum()) - len(self.lengths))
 
@@ -196,72 +284,96 @@ class Shards:
             raise IndexError(f"document {document} of {len(self.lengths)}")
         shard = bisect_right(self._first, document) - 1
         offsets = self._offsets[shard]
-        place = document - self._first[shard]
-        return self._tokens[shard][int(offsets[place]) : int(offsets[place + 1])]
+        index = document - self._first[shard]
+        return self._tokens[shard][int(offsets[index]) : int(offsets[index + 1])]
 
     def tokenizer(self) -> Tokenizer:
-        """What these documents were made with."""
+        """The tokenizer of these documents."""
         return read_tokenizer(self.folder, self.manifest)
 
     def verify(self, rank: int = 0, processes: int = 1) -> Iterator[ShardRecord]:
-        """Read file by file; an error names the first that is not what was written.
+        """Read and check file by file; the error names the first damaged one.
 
-        Several processes share the files.
+        Process `rank` of `processes` checks its share of the files.
         """
         check_companions(self.folder, self.manifest)
         for record in self.records[rank::processes]:
             if not is_intact(self.folder, record):
-                raise FileError(_damaged(self.folder / record.file, "its checksum is wrong"))
+                raise FileError(_damaged(self.folder / record.file, "wrong checksum"))
             yield record
 
 
-def read_manifest(folder: str | Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PreparedFolder:
+    """A folder of shards and its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Number of documents that are in no shard, by reason: `empty` or `held_out`."""
+        return self.manifest["skipped"]
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per split: documents, tokens, text_bytes, bytes_per_token, shards."""
+        return [
+            {
+                "split": split,
+                **total,
+                "bytes_per_token": total["text_bytes"]
+                / max(1, total["tokens"] - total["documents"]),
+                "shards": len(self.manifest["shards"][split]),
+            }
+            for split, total in self.manifest["totals"].items()
+        ]
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a finished folder."""
     folder = Path(folder)
     with reading(folder):
         is_file, finished = folder.is_file(), (folder / MANIFEST).exists()
         if not folder.exists():
-            raise FileError(f"{folder}: no such folder. Make one with `parcae data prepare`.")
+            raise FileError(f"{folder}: no such folder. Create it with `parcae data prepare`.")
     if is_file:
-        raise FileError(f"{folder}: a file. Name a folder made by `parcae data prepare`.")
+        raise FileError(f"{folder}: not a folder. Name one written by `parcae data prepare`.")
     if not finished:
         raise FileError(
-            f"{folder}: not a finished preparation. Run the same `parcae data prepare` again; it "
-            "goes on where it was."
+            f"{folder}: no {MANIFEST}, so its preparation is not finished. Run the same "
+            "`parcae data prepare` command again to resume."
         )
-    manifest = read_sealed(folder / MANIFEST, ANEW)
+    manifest = read_sealed(folder / MANIFEST, REMEDY)
     if manifest.get("format") != FORMAT:
-        raise FileError(f"{folder / MANIFEST}: not a manifest of {FORMAT}. {ANEW}")
+        raise FileError(f"{folder / MANIFEST}: format is not {FORMAT}. {REMEDY}")
     return manifest
 
 
-def read_tokenizer(folder: Path, manifest: dict[str, Any]) -> Tokenizer:
-    """The folder's own, if it is still the one that the manifest names."""
+def read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
+    """The folder's tokenizer, checked against the manifest."""
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
         raise FileError(_damaged(folder / TOKENIZER, "not the tokenizer of these shards"))
     return tokenizer
 
 
-def check_companions(folder: Path, manifest: dict[str, Any]) -> None:
-    """Tokenizer and sources are what they were when the manifest was written."""
+def check_companions(folder: Path, manifest: Manifest) -> None:
+    """Check `tokenizer.json` and `sources.json` against the manifest."""
     read_tokenizer(folder, manifest)
     if sha256(folder / SOURCES) != manifest["sources_sha256"]:
-        raise FileError(_damaged(folder / SOURCES, "its checksum is wrong"))
+        raise FileError(_damaged(folder / SOURCES, "wrong checksum"))
 
 
 def is_intact(folder: Path, record: ShardRecord) -> bool:
+    """Whether the shard exists and has its checksum."""
     path = folder / record.file
     return path.is_file() and sha256(path) == record.sha256
 
 
-def plain_record(record: ShardRecord) -> dict[str, Any]:
-    return asdict(record)
-
-
 def map_shard(
-    folder: Path, record: ShardRecord, manifest: dict[str, Any], remedy: str = ANEW
+    folder: Path, record: ShardRecord, manifest: Manifest, remedy: str = REMEDY
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, left on disk, and offsets of a shard whose size, ends and index are right."""
+    """Memory-mapped tokens, and offsets, of a shard; its size, ends and index are checked."""
     path = folder / record.file
     dtype = np.dtype(manifest["dtype"])
 
@@ -276,17 +388,17 @@ def map_shard(
         head = stream.read(len(HEAD))
         stream.seek(-FOOTER.size, 2)
         documents, tokens, width, owner, tail = FOOTER.unpack(stream.read(FOOTER.size))
-    require((head, tail) == (HEAD, TAIL), "not a shard, or its ends are overwritten")
-    require(owner.hex() == manifest["preparation"], "it belongs to another preparation")
+    require((head, tail) == (HEAD, TAIL), "its header or footer is wrong")
+    require(owner.hex() == manifest["preparation"], "written by another preparation")
     counts = (record.documents, record.tokens, dtype.itemsize)
-    require((documents, tokens, width) == counts, "its counts differ from the manifest's")
+    require((documents, tokens, width) == counts, "counts differ from the manifest")
     body = np.memmap(path, dtype, "r", offset=len(HEAD), shape=(tokens,))
     index = record.bytes - FOOTER.size - 8 * (documents + 1)
     offsets = np.array(np.memmap(path, "<u8", "r", offset=index, shape=(documents + 1,)))
     in_order = offsets[0] == 0 and offsets[-1] == tokens and np.all(offsets[1:] > offsets[:-1])
-    require(bool(in_order), "its document index is overwritten")
+    require(bool(in_order), "document index is wrong")
     return body.view(np.ndarray), offsets
 
 
-def _damaged(path: Path, problem: str, remedy: str = ANEW) -> str:
-    return f"{path}: damaged: {problem}. {remedy}"
+def _damaged(path: Path, problem: str, remedy: str = REMEDY) -> str:
+    return f"{path}: damaged ({problem}). {remedy}"

@@ -1,34 +1,36 @@
-"""Text to ids and back: byte-level BPE in one standard `tokenizer.json`.
+"""The tokenizer: byte-level BPE in a standard `tokenizer.json`.
 
-    tokenizer = train(texts, size=32_768)
+    tokenizer = Tokenizer.train(texts, size=32_768)
     tokenizer.save("tokenizer.json")
     ids = Tokenizer.load("tokenizer.json").encode("any text")
 
-Ids 0, 1 and 2 are `<|bos|>`, `<|eos|>` and `<|pad|>`, whatever the size; the 256 single bytes
-follow, then the merges. Nothing is normalised, so every string comes back as it was. Text that
-spells a special token is ordinary text unless `allow_special=True`.
+Ids 0, 1 and 2 are `<|bos|>`, `<|eos|>` and `<|pad|>` for every vocabulary size; the 256 bytes
+follow, then the merges. Text is not normalised, so decoding restores it exactly. A special token's
+name in the text is encoded as ordinary text unless `allow_special=True`.
 
-Long texts are encoded in pieces, which bounds memory and lets one document use all cores. The
-pieces meet only where the split always parts two tokens, so the ids are those of the whole text.
-The exception is a run of `LONGEST_PIECE` characters without such a place, which is cut there.
+Long texts are encoded in pieces, which bounds memory and lets one document use all cores. Pieces
+are cut only where the split never joins characters, so the ids are those of the whole text. The
+exception is a run of `LONGEST_PIECE` characters without such a position, which is cut there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from parcae.config import ConfigError, require
+from parcae.data.readers import Document
 from parcae.files import FileError, atomic_path, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
@@ -45,20 +47,24 @@ SPLIT = "|".join((CONTRACTION, WORD, NUMBER, PUNCTUATION, LINE_BREAK, SPACE_BEFO
 USUAL_PIECE = 16_384
 LONGEST_PIECE = 131_072
 BATCH_CHARACTERS = 1 << 20
-PIECE_CHARACTERS = 200
-"""Charged for each piece beside its text: what the library keeps for one, however short."""
+CHARACTERS_AHEAD = 3 << 20
+ITEM_CHARACTERS = 200
+"""Added to the length of each text: the memory that one takes however short, in characters."""
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 """Before a space that follows a visible character, or after a line break: `SPLIT` never joins
-across these, and looks neither back over the first nor ahead over the second."""
+characters across these, and looks neither back over the first nor ahead over the second."""
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def _byte_letters() -> dict[str, int]:
-    """The byte-level alphabet: printable bytes stand for themselves, the others for letters from
-    U+0100 on, in their order."""
+    """The byte-level alphabet: printable bytes are written as themselves, the others as letters
+    from U+0100 in their order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return letters | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 BYTE_OF_LETTER = _byte_letters()
@@ -66,23 +72,66 @@ BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<s>", "<|endoftext|>", "<|startoft
 
 
 class Tokenizer:
-    """A `tokenizer.json` of our own or of others, with what training and evaluation ask of it."""
+    """A byte-level or any other `tokenizer.json`, with what training and evaluation need."""
 
     def __init__(self, content: str, name: str = "tokenizer") -> None:
         self.name = name
         self.content = content
         self._plain = _whole_texts(content)
-        self._plain.encode_special_tokens = True  # reads "encode the spelling, not the token"
+        self._plain.encode_special_tokens = True  # specials in text are encoded as text
         self._special = _whole_texts(content)
         self._cuts_safely = _cuts_safely(json.loads(content))
         if not self._plain.get_vocab_size(with_added_tokens=True):
-            raise ValueError("its vocabulary is empty")
+            raise ValueError("the vocabulary is empty")
         if missing := self._missing_bytes():
-            raise ValueError(f"{missing} of the 256 bytes are not in it: text would be lost")
+            raise ValueError(f"{missing} of the 256 bytes are missing, so text would be lost")
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str],
+        size: int = 32_768,
+        *,
+        on_merge: Callable[[], None] | None = None,
+    ) -> Tokenizer:
+        """Train a vocabulary of `size` entries, special tokens included.
+
+        The same texts in the same order give the same tokenizer, byte for byte. `on_merge` is
+        called when all texts are read and merging starts. If the texts are too few for `size`,
+        `vocab_size` is smaller.
+        """
+        require(
+            size >= SMALLEST_SIZE,
+            "size",
+            f"{size} is too small",
+            f"It must be >= {SMALLEST_SIZE}: 256 bytes and {len(SPECIALS)} special tokens.",
+        )
+        blank = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
+        blank.pre_tokenizer = _pre_tokenizer()  # type: ignore[assignment]
+        blank.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+        trainer = trainers.BpeTrainer(
+            vocab_size=size,
+            special_tokens=list(SPECIALS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+
+        def pieces() -> Iterator[str]:
+            any_text = False
+            for text in texts:
+                any_text = any_text or bool(text)
+                yield from safe_pieces(text)
+            if not any_text:
+                raise ConfigError("the training texts are empty. Name a source with text.")
+            if on_merge:
+                on_merge()
+
+        blank.train_from_iterator(pieces(), trainer)
+        return cls(blank.to_str(pretty=True), "tokenizer")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """A `tokenizer.json`, or a folder with one, or with `vocab.json` and `merges.txt`."""
+        """Load a `tokenizer.json`, or a folder with one, or with `vocab.json` and `merges.txt`."""
         path = Path(path)
         with reading(path):
             is_folder = path.is_dir()
@@ -97,10 +146,12 @@ class Tokenizer:
             if path.exists():
                 raise
             raise FileError(
-                f"{path}: no such tokenizer. Make one with `parcae tokenizer train`."
+                f"{path}: no such tokenizer. Create one with `parcae tokenizer train`."
             ) from None
         except Exception as error:  # tokenizers raises bare Exception
-            raise FileError(f"{path}: not a tokenizer.json ({error}). Is it truncated?") from None
+            raise FileError(
+                f"{path}: not a valid tokenizer.json ({error}). Is it truncated?"
+            ) from None
 
     def save(self, path: str | Path) -> None:
         with atomic_path(path) as temporary:
@@ -108,13 +159,13 @@ class Tokenizer:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the content, not of its spelling: spaces and key order in the file do not matter."""
+        """sha256 of the content; whitespace and key order in the file do not matter."""
         canonical = json.dumps(json.loads(self.content), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the largest id, which is what an embedding table needs."""
+        """One more than the largest id: the rows that an embedding table needs."""
         return max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
@@ -122,12 +173,22 @@ class Tokenizer:
         """The smallest unsigned type that holds every id, little-endian."""
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
+    @property
+    def backend_tokenizer(self) -> tokenizers.Tokenizer:
+        """The `tokenizers.Tokenizer` behind it, for example for a `DecodeStream`:
+
+        stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
+        text = stream.step(tokenizer.backend_tokenizer, token)
+        """
+        return self._plain
+
     @cached_property
     def is_byte_level(self) -> bool:
+        """Whether tokens are sequences of bytes."""
         return (json.loads(self.content).get("decoder") or {}).get("type") == "ByteLevel"
 
     def _missing_bytes(self) -> int:
-        """Of a byte-level vocabulary; the library drops what it cannot spell without a word."""
+        """Bytes missing in a byte-level vocabulary; the library drops them without a warning."""
         if not self.is_byte_level or json.loads(self.content)["model"].get("unk_token"):
             return 0
         return len(BYTE_OF_LETTER.keys() - self._plain.get_vocab(with_added_tokens=True).keys())
@@ -139,23 +200,24 @@ class Tokenizer:
             if (number := self._plain.token_to_id(name)) is not None:
                 return number
         raise ConfigError(
-            f"{self.name}: no token to start documents with; looked for {', '.join(BOS_NAMES)}. "
-            "Train one with `parcae tokenizer train`."
+            f"{self.name}: no token that starts documents; expected {', '.join(BOS_NAMES)}. "
+            "Train a tokenizer with `parcae tokenizer train`."
         )
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """The ids of a text, without BOS."""
         encoder = self._special if allow_special else self._plain
         encodings = encoder.encode_batch_fast(list(self._pieces(text)), add_special_tokens=False)
         return [number for encoding in encodings for number in encoding.ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """BOS and the ids of each text, on all cores."""
+        """BOS and the ids of each text, encoded on all cores."""
         bos = np.array([self.bos], self.token_dtype)
         parts = [[bos] for _ in texts]
         pieces = (
             (number, piece) for number, text in enumerate(texts) for piece in self._pieces(text)
         )
-        for batch in _batches(pieces):
+        for batch in _batches(pieces, lambda numbered: len(numbered[1])):
             encodings = self._plain.encode_batch_fast(
                 [piece for _, piece in batch], add_special_tokens=False
             )
@@ -164,13 +226,15 @@ class Tokenizer:
         return [np.concatenate(part) for part in parts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Special tokens are spelled out; bytes that are not UTF-8 become U+FFFD."""
+        """The text of ids. Special tokens are written by name; invalid UTF-8 becomes U+FFFD."""
         return self._plain.decode([int(number) for number in ids], skip_special_tokens=False)
 
     def bytes_per_token(self) -> np.ndarray:
-        """How many bytes of text each id stands for, specials none: int32, indexed by id."""
+        """Bytes of text per id, 0 for special tokens: int32, indexed by id."""
         if not self.is_byte_level:
-            raise ConfigError(f"{self.name}: not a byte-level tokenizer, so bytes are not defined.")
+            raise ConfigError(
+                f"{self.name}: not a byte-level tokenizer, so bytes per token are undefined."
+            )
         table = np.zeros(self.vocab_size, np.int32)
         for token, number in self._plain.get_vocab(with_added_tokens=False).items():
             table[number] = len(token)  # the byte alphabet has one letter per byte
@@ -180,14 +244,14 @@ class Tokenizer:
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
-        """What each id spells, indexed by id; specials by their name. Joined and decoded they are
-        the text; one alone may be part of a character."""
-        spelled = [b""] * self.vocab_size
+        """The bytes of each id, indexed by id; special tokens by name. A single entry may be a
+        part of a character."""
+        table = [b""] * self.vocab_size
         for token, number in self._plain.get_vocab(with_added_tokens=True).items():
-            spelled[number] = self._spell(token, number)
-        return spelled
+            table[number] = self._bytes_of(token)
+        return table
 
-    def _spell(self, token: str, number: int) -> bytes:
+    def _bytes_of(self, token: str) -> bytes:
         if self.is_byte_level and all(letter in BYTE_OF_LETTER for letter in token):
             return bytes(BYTE_OF_LETTER[letter] for letter in token)
         return token.encode()
@@ -196,62 +260,8 @@ class Tokenizer:
         return safe_pieces(text) if self._cuts_safely else [text]
 
 
-def train(
-    texts: Iterable[str], size: int = 32_768, *, on_merge: Callable[[], None] | None = None
-) -> Tokenizer:
-    """The same texts in the same order give the same tokenizer, byte for byte.
-
-    `on_merge` is called when all texts are read and the merges begin. A corpus too small for
-    `size` gives a smaller vocabulary: ask `vocab_size`.
-    """
-    require(
-        size >= SMALLEST_SIZE,
-        "size",
-        f"{size} has no room for merges",
-        f"256 bytes and {len(SPECIALS)} specials need {SMALLEST_SIZE}.",
-    )
-    blank = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
-    blank.pre_tokenizer = _pre_tokenizer()  # type: ignore[assignment]
-    blank.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=list(SPECIALS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-
-    def read() -> Iterator[str]:
-        seen = False
-        for text in texts:
-            seen = seen or bool(text)
-            yield from safe_pieces(text)
-        if not seen:
-            raise ConfigError("the training texts are empty. Name a source with text in it.")
-        if on_merge:
-            on_merge()
-
-    blank.train_from_iterator(read(), trainer)
-    return Tokenizer(blank.to_str(pretty=True), "tokenizer")
-
-
-def within_budget(texts: Iterable[str], characters: float, document_cap: int) -> Iterator[str]:
-    """The head of every document up to the cap, until the budget is spent; a cap of 0 is none."""
-    require(1 <= characters < math.inf, "characters", f"{characters} is not a budget", "Try 2e9.")
-    require(document_cap >= 0, "document_cap", f"{document_cap} is negative", "Use 0 for no cap.")
-    return _heads(texts, int(characters), document_cap)
-
-
-def _heads(texts: Iterable[str], left: int, document_cap: int) -> Iterator[str]:
-    for text in texts:
-        head = text[: min(left, document_cap or left)]
-        left -= len(head)
-        yield head
-        if left <= 0:
-            return
-
-
 def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIECE) -> Iterator[str]:
-    """`text` in order, cut where encoding the pieces gives the ids of the whole."""
+    """The text in pieces whose ids together are the ids of the whole."""
     start = 0
     while len(text) - start > usual:
         cut = SAFE_CUT.search(text, start + usual, start + longest)
@@ -263,13 +273,45 @@ def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIEC
     yield text[start:]
 
 
-def _batches(pieces: Iterable[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """The library's encodings take a hundred times the room of the ids: only so many at once."""
-    batch: list[tuple[int, str]] = []
+def map_batches(
+    function: Callable[[list[Document]], list[R]], documents: Iterable[Document]
+) -> Iterator[list[R]]:
+    """Apply `function` to batches of documents in two threads, and yield the results in order.
+
+    At most `CHARACTERS_AHEAD` characters are read ahead, which bounds memory; a batch with a very
+    long document is waited for before more is read. `tokenizers` uses threads of its own.
+    """
+    pending: deque[tuple[Future[list[R]], int]] = deque()
+    ahead = 0
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            for batch in _batches(documents, lambda document: len(document.text)):
+                pending.append((pool.submit(function, batch), _characters(batch)))
+                ahead += pending[-1][1]
+                del batch
+                while ahead > CHARACTERS_AHEAD:
+                    ahead -= pending[0][1]
+                    yield pending.popleft()[0].result()
+            while pending:
+                yield pending.popleft()[0].result()
+        finally:
+            for future, _ in pending:
+                future.cancel()
+
+
+def _characters(batch: list[Document]) -> int:
+    return sum(len(document.text) + ITEM_CHARACTERS for document in batch)
+
+
+def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of about `BATCH_CHARACTERS` characters: an encoding takes a hundred times the memory
+    of its ids, so only so many may exist at once."""
+    batch: list[T] = []
     characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        characters += len(piece[1]) + PIECE_CHARACTERS
+    for item in items:
+        batch.append(item)
+        characters += length(item) + ITEM_CHARACTERS
+        del item
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -287,7 +329,7 @@ def _pre_tokenizer() -> pre_tokenizers.Sequence:
 
 
 def _whole_texts(content: str) -> tokenizers.Tokenizer:
-    """Without the limits that a file made for another program may bring along."""
+    """A tokenizer without the truncation and padding that a file may ask for."""
     tokenizer = tokenizers.Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -295,14 +337,16 @@ def _whole_texts(content: str) -> tokenizers.Tokenizer:
 
 
 def _cuts_safely(tree: dict[str, Any]) -> bool:
-    """Whether it splits as ours do, and nothing else looks across a `SAFE_CUT`."""
-    ours = json.loads(_pre_tokenizer().__getstate__())
+    """Whether it splits as `SPLIT` does, and nothing else looks across a `SAFE_CUT`."""
+    expected = json.loads(_pre_tokenizer().__getstate__())
     only_specials = all(token["special"] for token in tree.get("added_tokens", ()))
-    return tree.get("normalizer") is None and tree.get("pre_tokenizer") == ours and only_specials
+    return (
+        tree.get("normalizer") is None and tree.get("pre_tokenizer") == expected and only_specials
+    )
 
 
 def _read_gpt2_layout(folder: Path) -> str:
-    """GPT-2's two files, as its own tokenizer reads them."""
+    """GPT-2's `vocab.json` and `merges.txt` as the content of a `tokenizer.json`."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
     for path in (vocabulary, merges):
         with reading(path):
@@ -311,7 +355,7 @@ def _read_gpt2_layout(folder: Path) -> str:
         model = models.BPE.from_file(str(vocabulary), str(merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise FileError(
-            f"{folder}: vocab.json and merges.txt do not fit together ({error}). Fetch both again."
+            f"{folder}: vocab.json and merges.txt do not match ({error}). Download both again."
         ) from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]

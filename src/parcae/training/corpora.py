@@ -12,14 +12,12 @@ from torch import Tensor
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.data.corpus import SPLITS, find_files, read_documents
-from parcae.data.encoding import Preparation
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
-from parcae.data.prepare import prepare
-from parcae.data.readers import Reading
-from parcae.data.shards import MANIFEST, Shards, read_manifest
-from parcae.data.tokenizer import Tokenizer, within_budget
-from parcae.data.tokenizer import train as train_tokenizer
+from parcae.data.preparation import prepare
+from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
+from parcae.data.sources import SPLITS, find_files
+from parcae.data.tokenizer import Tokenizer
+from parcae.data.tokenizer_training import train_tokenizer
 from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
 from parcae.training.settings import Recipe
 
@@ -39,7 +37,7 @@ class Corpora:
 
     def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Loader:
         parts = zip(self.folders, self.weights, self.names, strict=True)
-        sources = [Source(Shards.open(f), weight, name) for f, weight, name in parts]
+        sources = [Source(ShardedDocuments.open(f), weight, name) for f, weight, name in parts]
         config = LoaderConfig(
             context_length=recipe.model.context_length,
             global_batch=recipe.data.global_batch,
@@ -58,7 +56,7 @@ class Corpora:
                 recipe.run.validation_rows * p // len(folders) for p in (place, place + 1)
             )
             yield from validation_batches(
-                Shards.open(folder, "validation"),
+                ShardedDocuments.open(folder, "validation"),
                 recipe.model.context_length,
                 batch_rows,
                 limit=max(1, last - first),
@@ -70,7 +68,7 @@ class Corpora:
         """Read every shard, each process its part; an error names the first that is damaged."""
         manifests = {folder: read_manifest(folder) for folder in self.folders}
         stores = [
-            Shards.open(folder, split)
+            ShardedDocuments.open(folder, split)
             for folder, manifest in manifests.items()
             for split in SPLITS
             if manifest["shards"][split]
@@ -142,22 +140,18 @@ def _tokenizer(
     size = recipe.model.vocab_size
     assert say is not None, "the first process trains the tokenizer"
     say(f"Training a tokenizer of {size:,} entries on {', '.join(recipe.data.sources)} ...")
-    files = find_files(recipe.data.sources)
-    texts = (document.text for document in read_documents(files, Reading()))
-    return train_tokenizer(within_budget(texts, TOKENIZER_CHARACTERS, document_cap=0), size)
+    return train_tokenizer(
+        recipe.data.sources, size, characters=TOKENIZER_CHARACTERS, document_cap=0
+    )
 
 
 def _tokenise(
     source: str, tokenizer: Tokenizer, recipe: Recipe, folder: Path, say: Callable[[str], None]
 ) -> None:
-    work = Preparation(
-        files=find_files([source]),
-        tokenizer=tokenizer,
-        validation_fraction=recipe.data.validation_fraction,
-    )
     if not (folder / MANIFEST).exists():
-        say(f"Tokenising {source} ({console.format_bytes(work.source_bytes)}) ...")
-    prepare(work, folder)
+        size = sum(file.bytes for file in find_files([source]))
+        say(f"Tokenising {source} ({console.format_bytes(size)}) ...")
+    prepare([source], tokenizer, folder, validation_fraction=recipe.data.validation_fraction)
 
 
 def _is_settled(run: Path, folder: Path) -> bool:

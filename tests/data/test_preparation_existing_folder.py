@@ -18,7 +18,7 @@ from preparing import (
     write_sources,
 )
 
-from parcae.data.prepare import Update, prepare
+from parcae.data.preparation import Update, write_shards
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 
@@ -58,18 +58,18 @@ def test_a_damaged_part_is_made_again_when_the_run_goes_on(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, damage: str
 ) -> None:
     work, folder = work_on(source, tokenizer), tmp_path / "out"
-    prepare(work, tmp_path / "whole")
+    write_shards(work, tmp_path / "whole")
 
     def stop(update: Update) -> None:
         if update.tokens > 7000:
             raise Stopped
 
     with pytest.raises(Stopped):
-        prepare(work, folder, stop)
+        write_shards(work, folder, stop)
     assert len(json.loads((folder / "progress.json").read_text())["parts"]) >= 3
     DAMAGE[damage](folder / "train-00001.shard")
     (folder / "tokenizer.json").write_text("{}")
-    prepare(work, folder)
+    write_shards(work, folder)
     assert contents(folder) == contents(tmp_path / "whole")
 
 
@@ -79,14 +79,14 @@ def test_a_finished_folder_is_looked_at_again(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, damage: str
 ) -> None:
     work, folder = work_on(source, tokenizer), tmp_path / "out"
-    prepare(work, folder)
+    write_shards(work, folder)
     for name in (*shard_names(folder), "sources.json", "tokenizer.json"):
         before = (folder / name).read_bytes()
         DAMAGE[damage](folder / name)
         with pytest.raises(FileError, match=name):
-            prepare(work, folder)
+            write_shards(work, folder)
         (folder / name).write_bytes(before)
-    prepare(work, folder)
+    write_shards(work, folder)
 
 
 @pytest.mark.slow
@@ -99,10 +99,12 @@ def test_a_shard_lost_during_the_run_is_noticed(
         if update.tokens > 5000:
             (folder / "train-00000.shard").unlink(missing_ok=True)
 
-    with pytest.raises(FileError, match=r"train-00000\.shard: damaged: missing.*goes on from"):
-        prepare(work, folder, lose)
-    prepare(work, folder)
-    prepare(work, tmp_path / "whole")
+    with pytest.raises(
+        FileError, match=r"train-00000\.shard: damaged \(missing\).*again to resume"
+    ):
+        write_shards(work, folder, lose)
+    write_shards(work, folder)
+    write_shards(work, tmp_path / "whole")
     assert contents(folder) == contents(tmp_path / "whole")
 
 
@@ -121,12 +123,12 @@ def test_a_source_that_changes_during_the_run(
             write_source(source / "b.jsonl.gz", ["changed"])
 
     with pytest.raises(FileError, match=r"b\.jsonl\.gz: changed while it was read"):
-        prepare(work, folder, touch)
-    prepare(work, folder)  # the content is the same
+        write_shards(work, folder, touch)
+    write_shards(work, folder)  # the content is the same
     with pytest.raises(FileError, match=r"b\.jsonl\.gz: changed while it was read"):
-        prepare(work, tmp_path / "other", change)
-    with pytest.raises(FileError, match="holds a preparation of other sources"):
-        prepare(work, tmp_path / "other")
+        write_shards(work, tmp_path / "other", change)
+    with pytest.raises(FileError, match="contains shards of other sources"):
+        write_shards(work, tmp_path / "other")
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path, source: Path, tokenizer: Tokenizer) -> None:
@@ -136,14 +138,14 @@ def test_files_of_others_are_left_alone(tmp_path: Path, source: Path, tokenizer:
     for name, text in mine.items():
         (folder / name).write_text(text)
     work = work_on(source, tokenizer)
-    with pytest.raises(FileError, match=r"mine: holds other files, such as \.notes\.tmp"):
-        prepare(work, folder)
+    with pytest.raises(FileError, match=r"mine: contains other files, such as \.notes\.tmp"):
+        write_shards(work, folder)
     for name in ("progress.json", "manifest.json"):
         (folder / name).write_text("[1]")
         with pytest.raises(
             FileError, match=f"{name}: changed since it was written, or not by parcae"
         ):
-            prepare(work, folder)
+            write_shards(work, folder)
     assert {name: (folder / name).read_text() for name in mine} == mine
 
 
@@ -155,7 +157,7 @@ def test_what_a_kill_leaves_in_a_new_folder_is_ours(
     folder.mkdir()
     for name in (".lock", ".progress.json.123.tmp", ".train-00000.shard.tmp"):
         (folder / name).write_text("half")
-    prepare(work_on(source, tokenizer), folder)
+    write_shards(work_on(source, tokenizer), folder)
     assert not list(folder.glob(".*.tmp"))
 
 
@@ -163,9 +165,9 @@ def test_what_a_kill_leaves_in_a_new_folder_is_ours(
 def test_the_output_is_no_source(tmp_path: Path, source: Path, tokenizer: Tokenizer) -> None:
     work = work_on(source, tokenizer)
     for inside in (source, source / "out", source / "deep/out"):
-        with pytest.raises(FileError, match=r"inside the source .*Write it elsewhere"):
-            prepare(work, inside)
+        with pytest.raises(FileError, match=r"inside the source .*Choose another folder"):
+            write_shards(work, inside)
     file = work_on(source / "a.jsonl.gz", tokenizer)
-    with pytest.raises(FileError, match=r"holds a source.*Write it elsewhere"):
-        prepare(file, source)
-    prepare(file, source / "out")  # beside a file that was named is a good place
+    with pytest.raises(FileError, match=r"contains a source file.*Choose another folder"):
+        write_shards(file, source)
+    write_shards(file, source / "out")  # beside a file that was named is a good place

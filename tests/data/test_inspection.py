@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from parcae.commands.data import print_inspection
 from parcae.config import ConfigError
-from parcae.data.documents import InMemoryDocuments, SplitDocuments
-from parcae.data.inspect import draw_lengths, inspect, render_row, summarise
+from parcae.data.inspection import draw_lengths, inspect, render_row, summarise
 from parcae.data.packing import pack
+from parcae.data.shards import InMemoryDocuments, SplitDocuments
 
 BOS = 0
 
@@ -107,7 +108,11 @@ def test_terminal_controls_in_a_document_stay_harmless():
 
 @pytest.mark.slow
 def test_all_of_it(tmp_path, capsys):
-    summary = inspect(random_documents(), letters, 31, 3, tmp_path, np.ones(256, dtype=np.int64))
+    sizes = np.ones(256, dtype=np.int64)
+    inspection = inspect(random_documents(), 31, decode=letters, bytes_of_token=sizes)
+    print_inspection(inspection, 3)
+    assert inspection.save(tmp_path) == tmp_path / "lengths.png"
+    summary = inspection.summary
     printed = capsys.readouterr().out
     assert f"{summary.tokens:,}" in printed
     assert re.findall(r"^row (\d)  ", printed, re.MULTILINE) == ["0", "1", "2"]
@@ -118,16 +123,16 @@ def test_all_of_it(tmp_path, capsys):
 
 
 def test_no_decoder_and_no_bytes_are_said_so(capsys):
-    inspect(random_documents(), None, 31, 1)
+    print_inspection(inspect(random_documents(), 31), 1)
     printed = capsys.readouterr().out
-    assert "not known" in printed
+    assert "unknown" in printed
     assert "0 " in printed.splitlines()[-1]
 
 
 def test_long_documents_are_pointed_out(capsys):
-    inspect(InMemoryDocuments([[BOS] * 500] * 20), None, 31, 0)
+    print_inspection(inspect(InMemoryDocuments([[BOS] * 500] * 20), 31), 0)
     assert "Best fit drops 94%" in capsys.readouterr().out
-    inspect(InMemoryDocuments([[BOS] * 32] * 20), None, 31, 0)
+    print_inspection(inspect(InMemoryDocuments([[BOS] * 32] * 20), 31), 0)
     assert "Best fit drops" not in capsys.readouterr().out
 
 
@@ -140,13 +145,13 @@ def test_any_lengths_can_be_drawn(lengths, tmp_path):
 
 def test_mistakes_are_named():
     with pytest.raises(ConfigError, match="context"):
-        inspect(random_documents(), None, 0)
+        inspect(random_documents(), 0)
     with pytest.raises(ConfigError, match="rows"):
-        inspect(random_documents(), None, 31, -1)
+        print_inspection(inspect(random_documents(), 31), -1)
     with pytest.raises(ConfigError, match="do not fill one row"):
-        inspect(words("a"), None, 31)
+        inspect(words("a"), 31)
     with pytest.raises(ConfigError, match=r"context: no block of 16,384 documents fills a row"):
-        inspect(InMemoryDocuments([[BOS, 1]] * 70_000), None, 60_000)
+        inspect(InMemoryDocuments([[BOS, 1]] * 70_000), 60_000)
 
 
 @pytest.mark.parametrize("longest", [2, 3, 7, 60, 1000])

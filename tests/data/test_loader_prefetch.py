@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from parcae.data.prefetch import prefetched
+from parcae.data.loader import prefetched
 
 
 def threads() -> int:
@@ -73,7 +73,7 @@ def test_forgetting_the_stream_ends_the_thread():
 
 def test_a_program_that_just_ends_does_not_hang():
     program = (
-        "from parcae.data.prefetch import prefetched\n"
+        "from parcae.data.loader import prefetched\n"
         "stream = prefetched(iter(range(10**9)), 2)\n"
         "print(next(stream))\n"
     )

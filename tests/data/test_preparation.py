@@ -33,13 +33,13 @@ from preparing import (
 )
 
 from parcae.config import ConfigError
-from parcae.data import encoding
-from parcae.data import prepare as module
-from parcae.data.corpus import Document, Position, find_files, split_of
-from parcae.data.encoding import tokenise
-from parcae.data.prepare import Update, prepare
-from parcae.data.shards import Shards, ShardWriter
-from parcae.data.tokenizer import Tokenizer, _batches, train
+from parcae.data import preparation as module
+from parcae.data import tokenizer as tokenizer_module
+from parcae.data.preparation import Update, prepare, write_shards
+from parcae.data.readers import Document, ReadPosition
+from parcae.data.shards import InMemoryDocuments, ShardedDocuments, ShardWriter
+from parcae.data.sources import find_files, split_of
+from parcae.data.tokenizer import Tokenizer, _batches
 from parcae.files import FileError, exclusive
 
 
@@ -71,7 +71,7 @@ def test_shards_hold_what_a_plain_loop_gives(
 ) -> None:
     updates: list[Update] = []
     work = work_on(source, tokenizer)
-    manifest = prepare(work, tmp_path / "out", updates.append)
+    manifest = write_shards(work, tmp_path / "out", updates.append)
     for split in ("train", "validation"):
         expected = plain_loop(tokenizer, texts, split)
         assert documents_of(tmp_path / "out", split) == expected
@@ -83,24 +83,26 @@ def test_shards_hold_what_a_plain_loop_gives(
         manifest["totals"]["train"]["text_bytes"] + manifest["totals"]["validation"]["text_bytes"]
     )
     assert total == sum(len(text.encode()) for text in texts)
-    assert updates[-1].source_bytes == work.source_bytes
+    assert updates[-1].source_bytes == work.corpus.bytes
     copied = Tokenizer.load(tmp_path / "out")
     assert copied.sha256 == tokenizer.sha256 == manifest["tokenizer"]["sha256"]
 
 
-def test_on_the_fly_gives_the_same_documents(
-    tmp_path: Path, source: Path, tokenizer: Tokenizer
+def test_in_memory_documents_equal_the_shards(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
-    work = work_on(source, tokenizer)
-    prepare(work, tmp_path / "out")
+    prepared = prepare(
+        [source], tokenizer, tmp_path / "out", validation_fraction=FRACTION, shard_tokens=2000
+    )
+    rows = {row["split"]: row for row in prepared.table()}
     for split in ("train", "validation"):
-        memory = tokenise(work, split)  # type: ignore[arg-type]
-        here = [memory.tokens(number).tolist() for number in range(len(memory.lengths))]
-        assert here == documents_of(tmp_path / "out", split)
-    with pytest.raises(ConfigError, match=r"more than 100 tokens.*parcae data prepare"):
-        tokenise(work, "train", limit_tokens=100)
-    with pytest.raises(ConfigError, match="no document for validation"):
-        tokenise(work_on(source, tokenizer, validation_fraction=0.0), "validation")
+        chosen = [text for text in texts if text and split_of(text, FRACTION) == split]
+        memory = InMemoryDocuments(tokenizer.encode_documents(chosen))
+        documents = [memory.tokens(index).tolist() for index in range(len(memory.lengths))]
+        assert documents == documents_of(tmp_path / "out", split)
+        assert rows[split]["documents"] == len(documents)
+        assert rows[split]["tokens"] == memory.lengths.sum()
+    assert prepared.skipped == {"empty": 6, "held_out": 0}
 
 
 @pytest.mark.slow
@@ -108,9 +110,9 @@ def test_splits_never_share_a_text_and_do_not_move(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
     write_source(source / "c.jsonl.gz", texts[:50])  # duplicates
-    prepare(work_on(source, tokenizer), tmp_path / "one")
+    write_shards(work_on(source, tokenizer), tmp_path / "one")
     write_source(source / "0-new.jsonl.gz", [f"{text} and news" for text in texts if text])
-    prepare(work_on(source, tokenizer), tmp_path / "two")
+    write_shards(work_on(source, tokenizer), tmp_path / "two")
     train_one, held_one, train_two, held_two = (
         {tuple(document) for document in documents_of(tmp_path / name, split)}
         for name in ("one", "two")
@@ -127,7 +129,7 @@ def test_validation_files_are_held_out_wherever_else_they_stand(
     held_out = [text for text in texts[190:210] if text] + ["only in validation"]
     valid = write_source(tmp_path / "valid.jsonl.gz", held_out)
     work = work_on(source, tokenizer, validation_files=find_files([valid]))
-    manifest = prepare(work, tmp_path / "out")
+    manifest = write_shards(work, tmp_path / "out")
     expected = [[0, *tokenizer.encode(text)] for text in held_out]
     assert documents_of(tmp_path / "out", "validation") == expected
     rest = [[0, *tokenizer.encode(text)] for text in texts if text and text not in held_out]
@@ -151,7 +153,7 @@ def test_stopped_at_every_write_it_goes_on(
         valid = write_source(tmp_path / "valid.jsonl.gz", texts[100:160])
         settings["validation_files"] = find_files([valid])
     work = work_on(source, tokenizer, **settings)
-    prepare(work, tmp_path / "whole")
+    write_shards(work, tmp_path / "whole")
     expected = contents(tmp_path / "whole")
     original = module.write_sealed
     for record_first in (False, True):  # stopped just before, and just after, a part is recorded
@@ -161,7 +163,7 @@ def test_stopped_at_every_write_it_goes_on(
             stop = stop_at(1 if record_first else 2, record_first, original)
             monkeypatch.setattr(module, "write_sealed", stop)
             try:
-                prepare(work, folder)
+                write_shards(work, folder)
                 break
             except Stopped:
                 stops += 1
@@ -191,17 +193,12 @@ def stop_at(
 
 KILLED = """
     import sys
-    from parcae.data.corpus import find_files
-    from parcae.data.encoding import Preparation
-    from parcae.data.prepare import prepare
-    from parcae.data.tokenizer import Tokenizer
-    from parcae.data import encoding
-    encoding.BATCH_CHARACTERS = 20_000
+    from parcae.data import tokenizer as module
+    from parcae.data.preparation import prepare
+    module.BATCH_CHARACTERS = 20_000
     source, tokenizer, out = sys.argv[1:]
     print("ready", flush=True)
-    work = Preparation(find_files([source]), Tokenizer.load(tokenizer), shard_tokens=20_000,
-                       validation_fraction=0.1)
-    prepare(work, out)
+    prepare([source], tokenizer, out, shard_tokens=20_000, validation_fraction=0.1)
 """
 
 
@@ -230,8 +227,8 @@ def test_killed_at_random_moments_it_goes_on(tmp_path: Path, tokenizer: Tokenize
         process.wait()
         kills += 1
         if not (folder / "manifest.json").exists():
-            with pytest.raises(FileError, match="not a finished preparation"):
-                Shards.open(folder)
+            with pytest.raises(FileError, match="preparation is not finished"):
+                ShardedDocuments.open(folder)
         assert kills < 50
     assert process.returncode == 0
     assert kills >= 5
@@ -258,7 +255,7 @@ def test_a_full_disk_loses_nothing(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = work_on(source, tokenizer)
-    prepare(work, tmp_path / "whole")
+    write_shards(work, tmp_path / "whole")
     room = [0]
     original = ShardWriter.__init__
 
@@ -271,7 +268,7 @@ def test_a_full_disk_loses_nothing(
     for _ in range(50):
         room[0] = 9000
         try:
-            prepare(work, folder)
+            write_shards(work, folder)
             break
         except FileError as error:
             message = str(error)
@@ -290,76 +287,74 @@ def test_a_bad_source_is_named_and_nothing_is_taken_for_finished(
     bad = source / "c.jsonl"
     bad.write_text('{"text": "good"}\n{"txt": "bad"}\n')
     with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*--text-field\.$"):
-        prepare(work_on(source, tokenizer), tmp_path / "out")
-    with pytest.raises(FileError, match="not a finished preparation"):
-        Shards.open(tmp_path / "out")
+        write_shards(work_on(source, tokenizer), tmp_path / "out")
+    with pytest.raises(FileError, match="preparation is not finished"):
+        ShardedDocuments.open(tmp_path / "out")
 
 
 def test_a_folder_belongs_to_one_preparation(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
-    first = prepare(work_on(source, tokenizer), tmp_path / "out")
-    assert prepare(work_on(source, tokenizer), tmp_path / "out") == first
-    other = train(["another text"], 270)
+    first = write_shards(work_on(source, tokenizer), tmp_path / "out")
+    assert write_shards(work_on(source, tokenizer), tmp_path / "out") == first
+    other = Tokenizer.train(["another text"], 270)
     for work in (
         work_on(source, tokenizer, shard_tokens=3000),
         work_on(source, tokenizer, validation_fraction=0.1),
         work_on(source, other),
     ):
-        with pytest.raises(FileError, match="holds a preparation of other sources"):
-            prepare(work, tmp_path / "out")
+        with pytest.raises(FileError, match="contains shards of other sources"):
+            write_shards(work, tmp_path / "out")
     write_source(source / "a.jsonl.gz", ["changed"])
-    with pytest.raises(FileError, match="holds a preparation of other sources"):
-        prepare(work_on(source, tokenizer), tmp_path / "out")
+    with pytest.raises(FileError, match="contains shards of other sources"):
+        write_shards(work_on(source, tokenizer), tmp_path / "out")
 
 
 def test_two_processes_do_not_write_into_one_folder(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
     with exclusive(tmp_path / "out"), pytest.raises(FileError, match="another process"):
-        prepare(work_on(source, tokenizer), tmp_path / "out")
+        write_shards(work_on(source, tokenizer), tmp_path / "out")
 
 
 def test_sources_without_any_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = write_source(tmp_path / "empty.jsonl.gz", ["", ""])
-    with pytest.raises(FileError, match="no text at all"):
-        prepare(work_on(source, tokenizer), tmp_path / "out")
+    with pytest.raises(FileError, match="the sources contain no text"):
+        write_shards(work_on(source, tokenizer), tmp_path / "out")
 
 
 def test_settings_are_checked(source: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"validation_fraction: 1\.0 is not a share"):
+    with pytest.raises(ConfigError, match=r"validation_fraction: 1\.0 is out of range"):
         work_on(source, tokenizer, validation_fraction=1.0)
-    with pytest.raises(ConfigError, match="shard_tokens: 0 is not positive"):
+    with pytest.raises(ConfigError, match="shard_tokens: 0 is out of range"):
         work_on(source, tokenizer, shard_tokens=0)
 
 
 @pytest.mark.slow
 def test_a_large_vocabulary_takes_32_bits(tmp_path: Path, source: Path) -> None:
-    big = train(["text"], 260)
+    big = Tokenizer.train(["text"], 260)
     tree = json.loads(big.content)
     for number in range(len(tree["model"]["vocab"]), 1 << 16 | 1):
         tree["model"]["vocab"][f"unused-{number}"] = number
-    manifest = prepare(work_on(source, Tokenizer(json.dumps(tree))), tmp_path / "out")
+    manifest = write_shards(work_on(source, Tokenizer(json.dumps(tree))), tmp_path / "out")
     assert manifest["dtype"] == "<u4"
-    assert Shards.open(tmp_path / "out").tokens(0).dtype == np.uint32
+    assert ShardedDocuments.open(tmp_path / "out").tokens(0).dtype == np.uint32
 
 
 def test_short_documents_are_charged_for_what_python_keeps_of_them() -> None:
     """Two million letters, each a document of its own, once took 2 GiB."""
-    empty = itertools.repeat(Document("", Position(), 0.0), 20_000)
-    assert max(map(len, encoding._batches(empty))) <= encoding.BATCH_CHARACTERS // 200 + 1
+    limit = tokenizer_module.BATCH_CHARACTERS // 200 + 1
+    empty = itertools.repeat(Document("", ReadPosition(), 0.0), 20_000)
+    assert max(map(len, _batches(empty, lambda document: len(document.text)))) <= limit
     pieces = ((number, "") for number in range(20_000))
-    assert max(map(len, _batches(pieces))) <= encoding.BATCH_CHARACTERS // 200 + 1
+    assert max(map(len, _batches(pieces, lambda numbered: len(numbered[1])))) <= limit
 
 
 MEASURED = """
     import sys
-    from parcae.data.corpus import find_files
-    from parcae.data.encoding import Preparation
-    from parcae.data.prepare import prepare
-    from parcae.data.tokenizer import Tokenizer
+    from parcae.data.preparation import prepare
     source, tokenizer, out = sys.argv[1:]
-    prepare(Preparation(find_files([source]), Tokenizer.load(tokenizer)), out)
+    prepare([source], tokenizer, out)
     with open("/proc/self/status") as stream:  # ru_maxrss counts the parent's memory too
         print(1024 * next(int(line.split()[1]) for line in stream if line.startswith("VmHWM")))
 """

@@ -1,7 +1,11 @@
-"""A look at tokenised documents: how long they are, what packing does to them, what rows hold.
+"""Statistics of tokenised documents: their lengths, what packing drops, what rows contain.
 
-The figures are those of the loader's first epoch. Of a large corpus only the first blocks are
-looked at; documents are shuffled before they are cut into blocks, so these are a random sample.
+    inspection = inspect("shards/", context=512)
+    inspection.summary.tokens, inspection.table()
+    inspection.save("out/")                       # lengths.png and inspect.json
+
+Packing is measured on the loader's first epoch. In a large corpus only the first blocks are used;
+documents are shuffled before they are cut into blocks, so these are a random sample.
 """
 
 from __future__ import annotations
@@ -9,15 +13,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.text import Text
 
 from parcae import console
 from parcae.config import require
-from parcae.data.documents import Documents, SplitDocuments
+from parcae.data.order import SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing
-from parcae.data.plan import SourcePlan
+from parcae.data.shards import Documents, ShardedDocuments, SplitDocuments
+from parcae.data.sources import Split
 from parcae.files import write_json
 from parcae.plotting import PALETTE, figure, save
 
@@ -25,15 +31,14 @@ Decode = Callable[[Sequence[int]], str]
 
 SAMPLE_BLOCKS = 8
 BLOCK_DOCUMENTS = 16_384
-MUCH_CROPPED = 0.3
 BAR_CHARACTERS = 80
 LINE_CHARACTERS = 76
-SHOWN_DOCUMENTS = 6
+DOCUMENTS_PER_ROW = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackingFigures:
-    """What became of the tokens, as shares."""
+    """Result of packing. Shares are fractions of all tokens, or of all rows."""
 
     rows: int
     documents_per_row: float
@@ -41,12 +46,12 @@ class PackingFigures:
     cropped_share: float
     leftover_share: float
     aligned_share: float
-    """Rows that start with the start of a document."""
+    """Share of the rows that begin at the start of a document."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """All that `inspect` prints; also written as `inspect.json`."""
+    """All statistics; the content of `inspect.json`."""
 
     documents: int
     tokens: int
@@ -64,42 +69,68 @@ class Summary:
     concatenate: PackingFigures
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """Documents, their statistics, and how to display them."""
+
+    documents: Documents
+    summary: Summary
+    decode: Decode | None
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per packing method."""
+        methods = ("best_fit", "best_fit_split", "concatenate")
+        return [
+            {"packing": name, **dataclasses.asdict(getattr(self.summary, name))} for name in methods
+        ]
+
+    def render_rows(self, count: int) -> list[Text]:
+        """The first `count` rows of the first epoch with best fit, as text for a terminal."""
+        require(count >= 0, "rows", f"{count} is negative", "Use 0 to show none.")
+        plan = _plan(self.documents, self.summary.context_length, "best-fit")
+        packing = plan.block(0, 0)
+        return [
+            render_row(self.documents, packing, row, self.decode, f"row {index}")
+            for index, row in enumerate(plan.row_order(0, 0, packing.rows)[:count])
+        ]
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `inspect.json` and `lengths.png`; return the path of the figure."""
+        folder = Path(folder)
+        row_tokens = self.summary.context_length + 1
+        figure = draw_lengths(self.documents.lengths, row_tokens, folder / "lengths.png")
+        write_json(folder / "inspect.json", dataclasses.asdict(self.summary))
+        return figure
+
+
 def inspect(
-    documents: Documents,
+    data: Documents | str | Path,
+    context: int = 512,
+    *,
+    split: Split = "train",
     decode: Decode | None = None,
-    context: int = 2048,
-    rows: int = 4,
-    out_folder: str | Path | None = None,
     bytes_of_token: np.ndarray | None = None,
-) -> Summary:
-    """Print the figures and `rows` packed rows; draw the lengths into `out_folder`."""
-    require(context >= 1, "context", f"{context} is not positive", "Use at least 1.")
-    require(rows >= 0, "rows", f"{rows} is negative", "Use 0 to show none.")
-    summary = summarise(documents, context, bytes_of_token)
-    _print_summary(summary)
-    if summary.best_fit.cropped_share > MUCH_CROPPED:
-        console.out.print(
-            f"Best fit drops {summary.best_fit.cropped_share:.0%} of the tokens here, since "
-            "documents are long beside a row. Use a longer context, split_long = true in the "
-            "loader, or packing = 'concatenate'.",
-            highlight=False,
-        )
-    plan = _plan(documents, context, "best-fit")
-    packing = plan.block(0, 0)
-    for number, row in enumerate(plan.row_order(0, 0, packing.rows)[:rows]):
-        words = render_row(documents, packing, row, decode, f"row {number}")
-        console.out.print(words, no_wrap=True, overflow="ellipsis")
-    if out_folder is not None:
-        folder = Path(out_folder)
-        picture = draw_lengths(documents.lengths, context + 1, folder / "lengths.png")
-        write_json(folder / "inspect.json", dataclasses.asdict(summary))
-        console.out.print(f"Drew {picture}", soft_wrap=True)
-    return summary
+) -> Inspection:
+    """Measure the documents of a prepared folder, or any `Documents`, for rows of `context` tokens.
+
+    A prepared folder brings its tokenizer. For other documents, `decode` turns ids into text, and
+    `bytes_of_token` (bytes of text by id) gives the bytes per token.
+    """
+    require(context >= 1, "context", f"{context} is out of range", "It must be >= 1.")
+    if isinstance(data, str | Path):
+        data = ShardedDocuments.open(data, split)
+    if isinstance(data, ShardedDocuments):
+        tokenizer = data.tokenizer()
+        decode = decode or tokenizer.decode
+        if bytes_of_token is None and tokenizer.is_byte_level:
+            bytes_of_token = tokenizer.bytes_per_token()
+    return Inspection(data, summarise(data, context, bytes_of_token), decode)
 
 
 def summarise(
     documents: Documents, context: int, bytes_of_token: np.ndarray | None = None
 ) -> Summary:
+    """The statistics of documents for rows of `context` + 1 tokens."""
     lengths = documents.lengths
     plan = _plan(documents, context, "best-fit")
     sample = np.concatenate([plan.documents_of_block(0, block) for block in _sampled(plan)])
@@ -126,8 +157,9 @@ def summarise(
 def render_row(
     documents: Documents, packing: Packing, row: int, decode: Decode | None, title: str
 ) -> Text:
-    """A row as a bar of its documents' shares, and a few lines for each document: how much of it is
-    there, how it begins and how it ends. Bars and headings differ without colours too."""
+    """A row as a bar that shows the length of its documents, and a few lines per document: its
+    tokens in this row, its beginning and its end. The parts of the bar differ without colours too.
+    """
     segments = list(packing.row(row))
     count = len(segments)
     head = Text(f"\n{title}", "bold").append(f"  {count} document{'s' * (count != 1)}", "not bold")
@@ -136,24 +168,24 @@ def render_row(
     for number, segment in enumerate(segments):
         style = PALETTE[number % len(PALETTE)]
         begin, end = end, end + segment.length
-        first, last = (BAR_CHARACTERS * place // packing.capacity for place in (begin, end))
+        first, last = (BAR_CHARACTERS * edge // packing.capacity for edge in (begin, end))
         bar.append("█▒"[number % 2] * (last - first), style)
     lines.append(bar)
-    for number, (document, start, length) in enumerate(segments[:SHOWN_DOCUMENTS]):
+    for number, (document, start, length) in enumerate(segments[:DOCUMENTS_PER_ROW]):
         name = Text(f"  document {document:,}, {length:,} tokens", "bold")
         rest = int(documents.lengths[document]) - start - length
         if rest:
             name.append(f"  ✂ {rest:,} cropped", "bold red")
         tokens = documents.tokens(document)[start : start + length]
         style = PALETTE[number % len(PALETTE)]
-        lines += [name, *(Text(f"    {part}", style) for part in _shown(tokens, decode))]
-    if count > SHOWN_DOCUMENTS:
-        lines.append(Text(f"  and {count - SHOWN_DOCUMENTS} more"))
+        lines += [name, *(Text(f"    {part}", style) for part in _preview(tokens, decode))]
+    if count > DOCUMENTS_PER_ROW:
+        lines.append(Text(f"  and {count - DOCUMENTS_PER_ROW} more"))
     return Text("\n").join(lines)
 
 
 def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
-    """How documents and their tokens are spread over lengths, beside the size of a row."""
+    """Draw the distribution of documents and of tokens over document lengths."""
     from matplotlib.ticker import LogLocator
 
     edges = _length_bins(lengths)
@@ -169,7 +201,7 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
         left, right = min(edges[0], row_tokens / 2), max(edges[-1], row_tokens * 2)
         middle = np.sqrt(left * right)
         axes.annotate(
-            f"a row: {row_tokens:,}",
+            f"row: {row_tokens:,}",
             (row_tokens, 0.99),
             xycoords=("data", "axes fraction"),
             xytext=(5 if row_tokens < middle else -5, 0),
@@ -182,10 +214,10 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
         subdivisions = (1.0, 2.0, 5.0) if right < 1000 * left else (1.0,)
         axes.xaxis.set_major_locator(LogLocator(subs=subdivisions))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.set_xlabel("tokens in the document")
-        axes.set_ylabel("% in each bin")
+        axes.set_xlabel("document length (tokens)")
+        axes.set_ylabel("% per bin")
         axes.grid(axis="x", visible=False)
-        axes.legend(  # above the axes, where no bar can be
+        axes.legend(  # above the axes, so that it covers no bar
             loc="lower right", bbox_to_anchor=(1, 1.075), ncols=2, borderaxespad=0, borderpad=0
         )
         long = lengths > row_tokens
@@ -203,7 +235,7 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
 
 
 def _length_bins(lengths: np.ndarray) -> np.ndarray:
-    """About ten to a decade, each of whole lengths, so that no bin is empty by rounding."""
+    """Edges of about ten bins per decade, at whole lengths, so that rounding leaves none empty."""
     shortest, longest = int(lengths.min()), int(lengths.max())
     count = int(10 * np.log10((longest + 1) / shortest)) + 2
     starts = np.geomspace(shortest, longest + 1, count).round().astype(np.int64)
@@ -233,16 +265,16 @@ def _packing_figures(plan: SourcePlan) -> PackingFigures:
         rows > 0,
         "context",
         f"no block of {plan.block_documents:,} documents fills a row of {plan.capacity:,} tokens",
-        "Use a shorter one; the loader can take larger blocks.",
+        "Use a shorter context; the loader can use larger blocks.",
     )
-    everything = sum(block.all_tokens for block in blocks)
+    all_tokens = sum(block.all_tokens for block in blocks)
     packed = sum(block.packed_tokens for block in blocks)
     return PackingFigures(
         rows=rows,
         documents_per_row=sum(len(block.documents) for block in blocks) / rows,
         utilisation=packed / sum(block.rows * block.capacity for block in blocks),
-        cropped_share=sum(block.cropped_tokens for block in blocks) / everything,
-        leftover_share=sum(block.leftover_tokens for block in blocks) / everything,
+        cropped_share=sum(block.cropped_tokens for block in blocks) / all_tokens,
+        leftover_share=sum(block.leftover_tokens for block in blocks) / all_tokens,
         aligned_share=sum(block.aligned_rows for block in blocks) / rows,
     )
 
@@ -250,7 +282,7 @@ def _packing_figures(plan: SourcePlan) -> PackingFigures:
 def _bytes_per_token(
     documents: Documents, sample: np.ndarray, bytes_of_token: np.ndarray | None
 ) -> float | None:
-    """Over tokens that stand for text: BOS and other specials have no bytes."""
+    """Mean bytes of the tokens that have any; special tokens have none."""
     if bytes_of_token is None:
         return None
     text_bytes = text_tokens = 0
@@ -261,47 +293,8 @@ def _bytes_per_token(
     return text_bytes / text_tokens if text_tokens else None
 
 
-def _print_summary(summary: Summary) -> None:
-    size = summary.bytes_per_token
-    row = summary.context_length + 1
-    console.out.print(
-        console.table(
-            "Documents",
-            ["", ""],
-            [
-                ("documents", f"{summary.documents:,}"),
-                ("tokens, with BOS", f"{summary.tokens:,}"),
-                ("bytes per token", "not known" if size is None else f"{size:.3f}"),
-                ("tokens per document, mean", f"{summary.mean_length:,.1f}"),
-                ("tokens per document, median", f"{summary.median_length:,.0f}"),
-                ("tokens per document, most", f"{summary.longest:,}"),
-                (f"documents above {row:,}", f"{summary.documents_longer_than_row:.1%}"),
-                ("  their share of tokens", f"{summary.tokens_in_documents_longer_than_row:.1%}"),
-            ],
-        )
-    )
-    sampled = summary.sampled_documents < summary.documents
-    note = f", on a sample of {summary.sampled_documents:,} documents" if sampled else ""
-    kinds = (summary.best_fit, summary.best_fit_split, summary.concatenate)
-    lines = [
-        ("rows", [f"{f.rows:,}" for f in kinds]),
-        ("documents per row", [f"{f.documents_per_row:.2f}" for f in kinds]),
-        ("utilisation", [f"{f.utilisation:.1%}" for f in kinds]),
-        ("tokens cropped", [f"{f.cropped_share:.2%}" for f in kinds]),
-        ("tokens left over", [f"{f.leftover_share:.2%}" for f in kinds]),
-        ("rows not starting at a document", [f"{1 - f.aligned_share:.1%}" for f in kinds]),
-    ]
-    console.out.print(
-        console.table(
-            f"Packed into rows of {row:,} tokens{note}",
-            ["", "best fit", "best fit, split", "concatenation"],
-            [(name, *cells) for name, cells in lines],
-        )
-    )
-
-
-def _shown(tokens: np.ndarray, decode: Decode | None) -> list[str]:
-    """In one line, or as its beginning and its end."""
+def _preview(tokens: np.ndarray, decode: Decode | None) -> list[str]:
+    """The text in one line if it fits, else its beginning and its end."""
     ids = tokens.tolist()
     text = decode(ids) if decode is not None else " ".join(map(str, ids))
     text = "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "·") for c in text)

@@ -1,0 +1,237 @@
+"""The order in which rows are read: shuffled documents, packed blocks, a mixture of sources.
+
+An epoch is a permutation of a source's documents, keyed by (seed, source, epoch). It is cut into
+blocks of about `block_documents` documents; each block is packed separately, so it is a pure
+function of (seed, epoch, block), and a position in a source is three numbers. Best fit packs the
+long documents of its buffer first, so the rows of a block are shuffled too: otherwise the length
+of documents would vary periodically with the blocks.
+
+The permutation is a Feistel network over the smallest square power of two that holds all
+positions; a result outside the range goes through the network again until it is inside (cycle
+walking). Any block of the order is computed without storing the whole, and only 64-bit integer
+arithmetic is used: numpy does not promise that its random generators stay the same.
+
+The mixture is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
+1980): among the sources whose next row is due, take the one with the earliest deadline. After n
+rows, a source of weight w has given more than n w - 1 and less than n w + 1 rows; random choices
+would be off by the square root of n. The arithmetic is in integers, so it stays exact, and the
+rows read so far are its only state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from parcae.config import ConfigError
+from parcae.data.packing import Method, Packing, pack
+
+ROUNDS = 12
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD = (1 << 64) - 1
+
+
+def key(*parts: int | str) -> int:
+    """A 64-bit hash of the parts, such as `key(seed, "rows", epoch, block)`."""
+    text = "\0".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def permute(positions: np.ndarray, count: int, key: int) -> np.ndarray:
+    """The images of `positions` under the permutation of 0 .. count - 1 with this key."""
+    half_bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    images = np.asarray(positions).astype(np.uint64)
+    if key & 1 and count > 1:  # Feistel networks are even permutations; swap 0 and 1 for odd ones
+        images = np.where(images < 2, images ^ np.uint64(1), images)
+    images = _feistel(images, half_bits, key)
+    outside = np.flatnonzero(images >= count)
+    while len(outside):
+        images[outside] = _feistel(images[outside], half_bits, key)
+        outside = outside[images[outside] >= count]
+    return images.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, half_bits: np.uint64, key: int) -> np.ndarray:
+    left = values >> half_bits
+    right = values & np.uint64((1 << int(half_bits)) - 1)
+    for number in range(1, ROUNDS + 1):
+        round_key = np.uint64((key + number * _GOLDEN) & _WORD)
+        left, right = right, left ^ (_mix(right ^ round_key) >> (np.uint64(64) - half_bits))
+    return (left << half_bits) | right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64, in place: every input bit affects every output bit."""
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
+
+
+def exact_weights(weights: Sequence[float]) -> list[int]:
+    """Integers in the ratio of the weights' decimal digits: 0.7, 0.2, 0.1 -> 7, 2, 1."""
+    fractions = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(fraction.denominator for fraction in fractions))
+    return [int(fraction * scale) for fraction in fractions]
+
+
+def next_sources(weights: Sequence[int], rows_given: Sequence[int], rows: int) -> list[int]:
+    """The sources of the next `rows` rows, given the rows that each source has given so far."""
+    if len(weights) == 1:
+        return [0] * rows
+    given = list(rows_given)
+    total = sum(weights)
+    slack = 2 * len(weights) - 2
+    start = sum(given)
+    chosen = []
+    for number in range(start + 1, start + rows + 1):
+        first, first_deadline = -1, 0
+        for source, weight in enumerate(weights):
+            if (weight * number - given[source] * total) * slack < total:
+                continue
+            deadline = (given[source] + 1) * slack - 1
+            if first < 0 or deadline * weights[first] < first_deadline * weight:
+                first, first_deadline = source, deadline
+        given[first] += 1
+        chosen.append(first)
+    return chosen
+
+
+class SourcePosition(NamedTuple):
+    """The next row of a source, and totals of what was read before."""
+
+    epoch: int = 0
+    block: int = 0
+    row: int = 0
+    rows_read: int = 0
+    tokens_dropped: int = 0
+    """Tokens cropped or left over, in completed blocks."""
+
+
+class PlannedRow(NamedTuple):
+    packing: Packing
+    row: int
+    position_after: SourcePosition
+
+
+@dataclass(frozen=True, eq=False)
+class SourcePlan:
+    """The rows of a source in order, computed without reading tokens."""
+
+    name: str
+    lengths: np.ndarray
+    capacity: int
+    buffer: int
+    block_documents: int
+    method: Method
+    seed: int
+
+    def __post_init__(self) -> None:
+        tokens = int(self.lengths.sum())
+        if tokens < self.capacity:
+            raise ConfigError(
+                f"source {self.name}: {len(self.lengths)} documents with {tokens} tokens do not "
+                f"fill one row of {self.capacity} tokens (context_length + 1). "
+                "Add documents, or use a shorter context_length."
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks per epoch; their sizes differ by at most one document."""
+        return max(1, round(len(self.lengths) / self.block_documents))
+
+    def documents_of_block(self, epoch: int, block: int) -> np.ndarray:
+        """The shuffled documents of a block."""
+        count = len(self.lengths)
+        start, end = (block * count // self.blocks, (block + 1) * count // self.blocks)
+        return permute(np.arange(start, end), count, key(self.seed, self.name, "documents", epoch))
+
+    def block(self, epoch: int, block: int) -> Packing:
+        """The packed block; its segments refer to documents of the source."""
+        documents = self.documents_of_block(epoch, block)
+        packing = pack(self.lengths[documents], self.capacity, self.buffer, self.method)
+        return replace(packing, documents=documents[packing.documents])
+
+    def row_order(self, epoch: int, block: int, rows: int) -> list[int]:
+        """The order in which the rows of a block are read."""
+        return permute(
+            np.arange(rows), rows, key(self.seed, self.name, "rows", epoch, block)
+        ).tolist()
+
+    def rows(self, position: SourcePosition) -> Iterator[PlannedRow]:
+        """Yield rows from a position, epoch after epoch, endlessly."""
+        epoch, block, row, rows_read, dropped = position
+        empty_blocks = 0
+        while True:
+            packing = self.block(epoch, block)
+            if row > packing.rows:
+                raise ConfigError(
+                    f"state of source {self.name}: row {row} in a block of {packing.rows} rows. "
+                    "The state is damaged; use another checkpoint."
+                )
+            order = self.row_order(epoch, block, packing.rows)
+            while row < packing.rows:
+                row += 1
+                rows_read += 1
+                after = SourcePosition(epoch, block, row, rows_read, dropped)
+                yield PlannedRow(packing, order[row - 1], after)
+            empty_blocks = 0 if packing.rows else empty_blocks + 1
+            if empty_blocks == self.blocks:
+                raise ConfigError(
+                    f"block_documents: no block of {self.block_documents} documents of source "
+                    f"{self.name} fills a row of {self.capacity} tokens. Use larger blocks."
+                )
+            dropped += packing.cropped_tokens + packing.leftover_tokens
+            block, row = block + 1, 0
+            if block == self.blocks:
+                epoch, block = epoch + 1, 0
+
+
+class LoaderPosition(NamedTuple):
+    """Steps taken, and the position in each source."""
+
+    step: int
+    sources: tuple[SourcePosition, ...]
+
+
+class PlannedStep(NamedTuple):
+    rows: list[tuple[int, Packing, int]]
+    """(source, packing, row of the packing) for every row of the step."""
+    position_after: LoaderPosition
+
+
+def plan_steps(
+    plans: Sequence[SourcePlan],
+    weights: Sequence[float],
+    global_batch: int,
+    seed: int,
+    position: LoaderPosition,
+) -> Iterator[PlannedStep]:
+    """Yield the rows of every step from a position, as references to packed documents.
+
+    The shares of the sources are exact to within one row at the end of every step. Within a step
+    their order is shuffled: with w ranks, each takes every w-th row and would see a pattern.
+    """
+    exact = exact_weights(weights)
+    streams = [plan.rows(p) for plan, p in zip(plans, position.sources, strict=True)]
+    step, positions = position.step, list(position.sources)
+    slots = np.arange(global_batch)
+    while True:
+        chosen = next_sources(exact, [p.rows_read for p in positions], global_batch)
+        if len(plans) > 1:
+            order = permute(slots, global_batch, key(seed, "mixture", step))
+            chosen = [chosen[i] for i in order.tolist()]
+        rows = []
+        for source in chosen:
+            packing, row, positions[source] = next(streams[source])
+            rows.append((source, packing, row))
+        step += 1
+        yield PlannedStep(rows, LoaderPosition(step, tuple(positions)))

@@ -1,0 +1,402 @@
+"""Tokenise a corpus into shards: in parallel, in bounded memory, resumable after any interruption.
+
+    prepare(["books/", "web/*.parquet"], "tokenizer.json", "shards/", validation_fraction=0.01)
+
+Documents are read in order, tokenised a few batches ahead on all cores, and written in parts of
+about `shard_tokens` tokens. A part is one shard per split; it is complete once `progress.json`
+lists it, and anything after the last complete part is written again, with the same bytes. So the
+result does not depend on how often a run was interrupted. A resumed run first verifies the parts
+it finds, and starts again at the first damaged one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from parcae.config import require
+from parcae.data.readers import (
+    BEGINNING,
+    Document,
+    ReadOptions,
+    ReadPosition,
+    bytes_read,
+    read_documents,
+)
+from parcae.data.shards import (
+    FORMAT,
+    MANIFEST,
+    SOURCES,
+    TOKENIZER,
+    Manifest,
+    PreparedFolder,
+    ShardRecord,
+    check_companions,
+    is_intact,
+    map_shard,
+    read_manifest,
+    shard_writer,
+)
+from parcae.data.sources import (
+    SPLITS,
+    VALIDATION_FRACTION,
+    Corpus,
+    FileDigests,
+    Split,
+    Stage,
+    digest_files,
+    file_stamp,
+    find_files,
+)
+from parcae.data.tokenizer import Tokenizer, map_batches
+from parcae.files import (
+    FileError,
+    WriteError,
+    exclusive,
+    read_sealed,
+    reading,
+    sha256,
+    write_json,
+    write_sealed,
+)
+
+PROGRESS = "progress.json"
+LEFTOVER = re.compile(
+    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.\d+)?\.tmp"
+)
+"""Names of temporary files that a killed process leaves."""
+SHARD_TOKENS = 1 << 26
+
+
+class Update(NamedTuple):
+    """Progress of a preparation."""
+
+    activity: str
+    source_bytes: float
+    """Bytes of the source files that were processed."""
+    total_bytes: int
+    tokens: int
+
+
+Report = Callable[[Update], None]
+
+
+def prepare(
+    sources: Sequence[str | Path],
+    tokenizer: Tokenizer | str | Path,
+    out: str | Path,
+    *,
+    validation: Sequence[str | Path] = (),
+    validation_fraction: float = VALIDATION_FRACTION,
+    shard_tokens: int = SHARD_TOKENS,
+    options: ReadOptions | None = None,
+    report: Report = lambda _update: None,
+) -> PreparedFolder:
+    """Tokenise files, folders, globs or `builtin` into the folder `out`; call it again to resume.
+
+    The documents of the sources in `validation` are held out; without them,
+    `validation_fraction` of all documents is. `shard_tokens` is the number of tokens after which a
+    new shard starts.
+    """
+    corpus = Corpus(
+        find_files(sources),
+        find_files(validation) if validation else (),
+        validation_fraction,
+        options or ReadOptions(),
+    )
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.load(tokenizer)
+    manifest = write_shards(Preparation(corpus, tokenizer, shard_tokens), out, report)
+    return PreparedFolder(Path(out), manifest)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is tokenised, and how; equal preparations give the same bytes."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    shard_tokens: int = SHARD_TOKENS
+
+    def __post_init__(self) -> None:
+        require(
+            self.shard_tokens >= 1,
+            "shard_tokens",
+            f"{self.shard_tokens} is out of range",
+            f"It must be >= 1; the default is {SHARD_TOKENS}.",
+        )
+
+
+def write_shards(
+    work: Preparation, folder: str | Path, report: Report = lambda _update: None
+) -> Manifest:
+    """Write the shards and return the manifest; call it again to resume."""
+    folder = Path(folder)
+    _check_folder(work, folder)
+    with exclusive(folder):
+        if (folder / MANIFEST).exists():
+            return _check_finished(work, folder, report)
+        state = _begin(work, folder, report)
+        try:
+            _write_parts(work, folder, state, report)
+            return _finish(work, folder, state)
+        except WriteError as error:
+            raise WriteError(
+                f"{error} The {len(state['parts'])} parts finished so far are kept. Fix the cause "
+                "and run the same command again to resume."
+            ) from error
+
+
+def _check_folder(work: Preparation, folder: Path) -> None:
+    """Refuse a folder that holds other files or sources, before anything is written."""
+    out = folder.resolve()
+    for source in {file.folder for file in work.corpus.all_files if file.folder}:
+        if out.is_relative_to(source.resolve()):
+            raise FileError(
+                f"{folder}: inside the source folder {source}, so its files would be read as "
+                "documents. Choose another folder."
+            )
+    if any(file.path.resolve().is_relative_to(out) for file in work.corpus.all_files):
+        raise FileError(f"{folder}: contains a source file. Choose another folder.")
+    with reading(folder):
+        if not folder.is_dir() or any((folder / name).exists() for name in (MANIFEST, PROGRESS)):
+            return
+        names = sorted(entry.name for entry in folder.iterdir())
+    others = [name for name in names if name != ".lock" and not LEFTOVER.fullmatch(name)]
+    if others:
+        raise FileError(
+            f"{folder}: contains other files, such as {others[0]}. Choose a new or empty folder."
+        )
+
+
+def _check_finished(work: Preparation, folder: Path, report: Report) -> Manifest:
+    manifest = read_manifest(folder)
+    _check_identity(folder, manifest["preparation"], _identity(work, _digests(work, {}, report)))
+    check_companions(folder, manifest)
+    for split in SPLITS:
+        for record in manifest["shards"][split]:
+            map_shard(folder, ShardRecord(**record), manifest)
+    _remove_leftovers(folder)
+    (folder / PROGRESS).unlink(missing_ok=True)
+    return manifest
+
+
+def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
+    """The state of an interrupted run of the same preparation, or a new state."""
+    path = folder / PROGRESS
+    remedy = "Delete the folder and start again."
+    earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
+    digests = _digests(work, earlier["digests"], report)
+    identity = _identity(work, digests)
+    _check_identity(folder, earlier.get("preparation", identity), identity)
+    _remove_leftovers(folder)
+    parts = _intact_parts(folder, earlier["parts"], report)
+    state = {"preparation": identity, "digests": digests, "parts": parts}
+    if state != earlier:
+        write_sealed(path, state)  # first of all: it marks the folder as a preparation
+    work.tokenizer.save(folder / TOKENIZER)
+    write_json(folder / SOURCES, _sources(work, digests))
+    return state
+
+
+def _intact_parts(
+    folder: Path, parts: list[dict[str, Any]], report: Report
+) -> list[dict[str, Any]]:
+    """The parts before the first one with a wrong checksum."""
+    tokens = 0
+    for index, part in enumerate(parts):
+        for record in part["shards"]:
+            report(Update("verifying shards", 0, 0, tokens))
+            if not is_intact(folder, ShardRecord(**record)):
+                return parts[:index]
+            tokens += record["tokens"]
+    return parts
+
+
+def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report: Report) -> None:
+    stages = work.corpus.stages
+    first_stage, *rest = state["parts"][-1]["behind"] if state["parts"] else (0, *BEGINNING)
+    for index in range(first_stage, len(stages)):
+        start = ReadPosition(*rest) if index == first_stage else BEGINNING
+        encoded = _encode(work, stages[index], start)
+        reported = _reported(encoded, work, index, _token_count(state), report)
+        while part := _write_part(work, folder, state, index, reported):
+            state["parts"].append(part)
+            write_sealed(folder / PROGRESS, state)
+
+
+def _write_part(
+    work: Preparation, folder: Path, state: dict[str, Any], stage: int, encoded: Iterator[Encoded]
+) -> dict[str, Any] | None:
+    """Write the next shard of each split; None if no document is left."""
+    number = len(state["parts"])
+    skipped = {"empty": 0, "held_out": 0}
+    position: ReadPosition | None = None
+    tokens = 0
+    dtype = work.tokenizer.token_dtype
+    with ExitStack() as stack:
+        writers = {
+            split: stack.enter_context(
+                shard_writer(
+                    folder, f"{split}-{number:05d}.shard", split, dtype, state["preparation"]
+                )
+            )
+            for split in SPLITS
+        }
+        for document in encoded:
+            position = document.source.next_position
+            if document.split is None:
+                skipped["held_out" if document.text_bytes else "empty"] += 1
+                continue
+            writer, _ = writers[document.split]
+            writer.add(document.tokens, document.text_bytes)
+            tokens += len(document.tokens)
+            if tokens >= work.shard_tokens:
+                break
+    if position is None:
+        return None
+    records = [asdict(record) for _, finished in writers.values() for record in finished]
+    return {"behind": [stage, *position], "shards": records, "skipped": skipped}
+
+
+def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
+    for file in work.corpus.all_files:
+        if file_stamp(file) != state["digests"][str(file.path)][0]:
+            raise FileError(
+                f"{file.path}: changed while it was read. Run the same command again; it finishes "
+                "if the content is unchanged."
+            )
+    records = [record for part in state["parts"] for record in part["shards"]]
+    if not records:
+        raise FileError(f"{folder}: the sources contain no text. Name other sources.")
+    shards = {split: [r for r in records if r["split"] == split] for split in SPLITS}
+    manifest = {
+        "format": FORMAT,
+        "preparation": state["preparation"],
+        "dtype": work.tokenizer.token_dtype.str,
+        "tokenizer": {"sha256": work.tokenizer.sha256, "vocab_size": work.tokenizer.vocab_size},
+        "sources_sha256": sha256(folder / SOURCES),
+        "totals": {
+            split: {
+                key: sum(record[key] for record in shards[split])
+                for key in ("documents", "tokens", "text_bytes")
+            }
+            for split in SPLITS
+        },
+        "skipped": {
+            key: sum(part["skipped"][key] for part in state["parts"])
+            for key in ("empty", "held_out")
+        },
+        "shards": shards,
+    }
+    for record in records:
+        map_shard(folder, ShardRecord(**record), manifest, "Run the same command again to resume.")
+    write_sealed(folder / MANIFEST, manifest)
+    (folder / PROGRESS).unlink()
+    return manifest
+
+
+def _identity(work: Preparation, digests: FileDigests) -> str:
+    """sha256 of everything that determines the bytes of the shards."""
+    identity = {
+        "format": FORMAT,
+        "tokenizer": work.tokenizer.sha256,
+        "sources": _sources(work, digests),
+        "validation_fraction": work.corpus.validation_fraction,
+        "shard_tokens": work.shard_tokens,
+        "reading": vars(work.corpus.options),
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _sources(work: Preparation, digests: FileDigests) -> list[dict[str, Any]]:
+    """Name, size and sha256 of every file."""
+    return [
+        {"name": file.name, "held_out": stage.held_out, "bytes": stamp[0], "sha256": digest}
+        for stage in work.corpus.stages
+        for file in stage.files
+        for stamp, digest in [digests[str(file.path)]]
+    ]
+
+
+def _digests(work: Preparation, known: FileDigests, report: Report) -> FileDigests:
+    total = work.corpus.bytes
+    return digest_files(
+        work.corpus.all_files,
+        known,
+        lambda done: report(Update("hashing sources", done, total, 0)),
+    )
+
+
+def _check_identity(folder: Path, existing: str, expected: str) -> None:
+    if existing != expected:
+        raise FileError(
+            f"{folder}: contains shards of other sources, another tokenizer or other settings. "
+            "Choose another folder, or delete this one."
+        )
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Delete temporary files of killed processes; the folder's lock excludes running ones."""
+    for entry in folder.iterdir():
+        if LEFTOVER.fullmatch(entry.name):
+            entry.unlink()
+
+
+def _token_count(state: dict[str, Any]) -> int:
+    return sum(record["tokens"] for part in state["parts"] for record in part["shards"])
+
+
+def _reported(
+    encoded: Iterable[Encoded], work: Preparation, stage: int, tokens: int, report: Report
+) -> Iterator[Encoded]:
+    """The same documents; reports progress after each."""
+    stages, total = work.corpus.stages, work.corpus.bytes
+    bytes_before = sum(file.bytes for earlier in stages[:stage] for file in earlier.files)
+    bytes_in_stage = bytes_read(stages[stage].files)
+    for document in encoded:
+        yield document
+        tokens += len(document.tokens)
+        done = bytes_before + bytes_in_stage(document.source)
+        report(Update("tokenising", done, total, tokens))
+
+
+class Encoded(NamedTuple):
+    """A tokenised document; `split` is None if it is skipped."""
+
+    split: Split | None
+    tokens: np.ndarray
+    text_bytes: int
+    source: Document
+    """Without its text, which is no longer needed."""
+
+
+def _encode(work: Preparation, stage: Stage, start: ReadPosition) -> Iterator[Encoded]:
+    """Yield the documents of a stage in order, tokenised a few batches ahead."""
+    no_tokens = np.empty(0, work.tokenizer.token_dtype)
+
+    def encode(batch: list[Document]) -> list[Encoded]:
+        splits: list[Split | None] = [work.corpus.split(stage, document.text) for document in batch]
+        texts = [document.text for document, split in zip(batch, splits, strict=True) if split]
+        arrays = iter(work.tokenizer.encode_documents(texts))
+        return [
+            Encoded(
+                split,
+                next(arrays) if split else no_tokens,
+                len(document.text.encode()),
+                document._replace(text=""),
+            )
+            for document, split in zip(batch, splits, strict=True)
+        ]
+
+    documents = read_documents(stage.files, work.corpus.options, start)
+    for batch in map_batches(encode, documents):
+        yield from batch

@@ -1,0 +1,233 @@
+"""The files documents come from, and which of their documents are held out for validation.
+
+    files = find_files(["builtin", "books/", "web/*.parquet"])
+    corpus = Corpus(files, validation_fraction=0.005)
+
+Files are found in a fixed order. Documents are held out by the hash of their text, or by naming
+the files that hold them.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from parcae.config import require
+from parcae.data.readers import FORMATS, ReadOptions, SourceFile, format_of, read_documents
+from parcae.files import FileError, reading, sha256
+
+Split = Literal["train", "validation"]
+SPLITS: tuple[Split, ...] = ("train", "validation")
+BUILTIN = "builtin"
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+VALIDATION_FRACTION = 0.005
+
+
+def find_files(sources: Sequence[str | Path]) -> tuple[SourceFile, ...]:
+    """Files matched by names, folders and globs, in a fixed order, each once."""
+    files: dict[Path, SourceFile] = {}
+    for source in sources:
+        for file in _expand(source):
+            files.setdefault(file.path.resolve(), file)
+    if not files:
+        raise FileError("sources: none given. Name files, folders or globs, or `builtin`.")
+    return tuple(files.values())
+
+
+class Stage(NamedTuple):
+    """Files that are read in one pass."""
+
+    files: tuple[SourceFile, ...]
+    held_out: bool = False
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files, how they are read, and which documents are held out."""
+
+    files: tuple[SourceFile, ...]
+    validation_files: tuple[SourceFile, ...] = ()
+    """All their documents are held out, and documents equal to one of them are not trained on."""
+    validation_fraction: float = VALIDATION_FRACTION
+    """Fraction of the documents to hold out if there are no validation files."""
+    options: ReadOptions = field(default_factory=ReadOptions)
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.validation_fraction < 1,
+            "validation_fraction",
+            f"{self.validation_fraction} is out of range",
+            "It must be >= 0 and < 1.",
+        )
+
+    @cached_property
+    def held_out(self) -> frozenset[bytes]:
+        """Content keys of the documents in the validation files."""
+        documents = read_documents(self.validation_files, self.options)
+        return frozenset(content_key(document.text) for document in documents if document.text)
+
+    def split(self, stage: Stage, text: str) -> Split | None:
+        """The split a document belongs to; None if it is skipped."""
+        if not text:
+            return None
+        if not self.validation_files:
+            return split_of(text, self.validation_fraction)
+        if stage.held_out:
+            return "validation"
+        return None if content_key(text) in self.held_out else "train"
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.all_files)
+
+    @property
+    def all_files(self) -> tuple[SourceFile, ...]:
+        return (*self.validation_files, *self.files)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Validation files first: they decide what may be trained on."""
+        held_out = Stage(self.validation_files, True)
+        return (held_out, Stage(self.files)) if self.validation_files else (Stage(self.files),)
+
+
+def content_key(text: str) -> bytes:
+    """A 16-byte hash of the text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def split_of(text: str, validation_fraction: float) -> Split:
+    """The split a text belongs to, by its hash only: adding files moves no document, and
+    duplicates are in the same split."""
+    share = int.from_bytes(content_key(text)[:8], "big") / 2.0**64
+    return "validation" if share < validation_fraction else "train"
+
+
+FileDigests = dict[str, list[Any]]
+"""For each path, [[size, modification time in ns], sha256]: plain JSON."""
+
+
+def digest_files(
+    files: Sequence[SourceFile],
+    known: FileDigests,
+    report: Callable[[int], None] = lambda _bytes_done: None,
+) -> FileDigests:
+    """Digests of all files. A file whose size and time are those in `known` is not read again."""
+    digests: FileDigests = {}
+    done = 0
+    for file in files:
+        report(done)
+        stamp, (known_stamp, digest) = file_stamp(file), known.get(str(file.path), [None, None])
+        digests[str(file.path)] = [stamp, digest if known_stamp == stamp else sha256(file.path)]
+        done += stamp[0]
+    return digests
+
+
+def file_stamp(file: SourceFile) -> list[int]:
+    """Size in bytes and modification time in nanoseconds."""
+    with reading(file.path):
+        status = file.path.stat()
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _expand(source: str | Path) -> list[SourceFile]:
+    if source == BUILTIN:
+        return _standard_library()
+    if not str(source).strip():
+        raise FileError("sources: empty name. Name a file, a folder or a glob, or `builtin`.")
+    path = Path(source)
+    with reading(path):
+        if path.is_dir():
+            return _files_of(path)
+        if path.is_file():
+            return [_source_file(path, path.name)]
+        matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
+    files = [file for match in matches for file in _expand_match(match)]
+    if files:
+        return files
+    raise FileError(
+        f"{source}: no such file, folder or glob. For a dataset of the Hugging Face hub, "
+        "run `parcae data download` first and name its folder here."
+    )
+
+
+def _expand_match(path: Path) -> list[SourceFile]:
+    """The files of a glob's match; a matched folder without readable files is ignored."""
+    with reading(path):
+        if not path.is_dir():
+            return [_source_file(path, path.name)]
+        return _files_of(path) if _readable_below(path) else []
+
+
+def _files_of(folder: Path) -> list[SourceFile]:
+    paths = _readable_below(folder)
+    if not paths:
+        raise FileError(f"{folder}: no readable file in this folder. {_supported_formats()}")
+    return [
+        _source_file(p, f"{folder.name}/{p.relative_to(folder).as_posix()}", folder) for p in paths
+    ]
+
+
+def _readable_below(folder: Path) -> list[Path]:
+    """Readable files below `folder`, by name. Links to folders are followed, each folder once;
+    hidden files and folders are ignored."""
+    paths: list[Path] = []
+    seen: set[Path] = set()
+
+    def visit(folder: Path) -> None:
+        if (real := folder.resolve()) in seen:
+            return
+        seen.add(real)
+        with reading(folder):
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            path = folder / entry.name
+            with reading(path):
+                if entry.is_dir():
+                    visit(path)
+                elif format_of(path):
+                    paths.append(path)
+
+    visit(folder)
+    return sorted(paths)
+
+
+def _source_file(path: Path, name: str, folder: Path | None = None) -> SourceFile:
+    format = format_of(path)
+    if format is None:
+        raise FileError(f"{path}: unknown file format {path.suffix!r}. {_supported_formats()}")
+    file = SourceFile(name, path, format, folder)
+    if file.bytes == 0:
+        raise FileError(f"{path}: empty file. Remove it from the sources.")
+    return file
+
+
+def _supported_formats() -> str:
+    return f"Supported: {', '.join(FORMATS)}, uncompressed or followed by .gz or .zst."
+
+
+def _standard_library() -> list[SourceFile]:
+    """The source files and documentation topics of the running Python."""
+    root = Path(sysconfig.get_path("stdlib"))
+    topics = root / "pydoc_data" / "topics.py"
+    paths: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_LIBRARY]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths = [path for path in paths if path != topics]
+    if not paths:
+        raise FileError(f"{root}: this Python has no library source files. Name other sources.")
+    named = sorted((path.relative_to(root).as_posix(), path) for path in paths)
+    files = [SourceFile(f"python/{name}", path, "python") for name, path in named]
+    if topics.exists():
+        files.append(SourceFile("python/pydoc_data/topics.py", topics, "topics"))
+    return files
