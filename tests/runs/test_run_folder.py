@@ -11,7 +11,7 @@ import torch
 
 import parcae
 from conftest import KINDS, randomised, tiny
-from parcae.data.tokenizer import train as train_tokenizer
+from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, sha256, write_json
 from parcae.model import WEIGHTS_FILE
 from parcae.runs import (
@@ -30,7 +30,7 @@ from parcae.runs import (
 from parcae.runs.checkpoints import write_state
 from parcae.runs.layout import RECIPE_FILE, RESULT_FILE, STATE_FILE, TOKENIZER_FILE, checkpoint_path
 
-TOKENIZER = train_tokenizer(["price = value\n\tend of price\n" * 5], 300)
+TOKENIZER = Tokenizer.train(["price = value\n\tend of price\n" * 5], 300)
 
 
 def write_checkpoint(run: Path, step: int, loss: float | None, seed: int | None = None) -> Path:
@@ -96,7 +96,7 @@ def test_the_tokenizer_is_the_one_beside_the_weights_or_of_the_run(run):
     checkpoint = open_checkpoint(run)
     assert checkpoint.folder == newest
     assert checkpoint.tokenizer.sha256 == TOKENIZER.sha256
-    other = train_tokenizer(["another text " * 9], 290)
+    other = Tokenizer.train(["another text " * 9], 290)
     other.save(newest / TOKENIZER_FILE)
     assert open_checkpoint(run).tokenizer.sha256 == other.sha256
     assert open_checkpoint(run, run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
