@@ -189,10 +189,10 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
     assert cli.main(words) == 0
     told = capsys.readouterr()
-    assert "core: 3 files here and verified, 101 KiB." in told.out
-    assert "Not fetched: squad (no checksum is known" in told.out
+    assert "core: 3 files downloaded and verified, 101 KiB." in told.out
+    assert "Not downloaded: squad (no checksum is known" in told.out
     assert f"--suite core --eval-data {tmp_path}" in told.out
-    assert f"{tasks[0].file}: {tasks[0].bytes:,} bytes" in told.err
+    assert f"{tasks[0].file}: 19.6 KiB" in told.err
     assert here(tmp_path) == server.files
 
 
@@ -200,7 +200,7 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     ("words", "told"),
     [
         (["cor"], "Did you mean core"),
-        (["core", "--first-files", "2"], "Leave them out"),
+        (["core", "--first-files", "2"], "Omit them"),
         (["core", "--mirror", "nowhere"], "not an address"),
         (["someone/texts", "--mirror", "http://127.0.0.1"], "HF_ENDPOINT"),
     ],
