@@ -189,7 +189,7 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
     assert cli.main(words) == 0
     told = capsys.readouterr()
-    assert "core: 3 files downloaded and verified, 101 KiB." in told.out
+    assert "core: 3 files downloaded and verified, 58.7 KiB." in told.out
     assert "Not downloaded: squad (no checksum is known" in told.out
     assert f"--suite core --eval-data {tmp_path}" in told.out
     assert f"{tasks[0].file}: 19.6 KiB" in told.err
