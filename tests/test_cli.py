@@ -45,7 +45,7 @@ def test_show_applies_flags(capsys, tmp_path):
         (["data", "inspct", "out"], "Did you mean inspect? See parcae data --help."),
         (["presets", "--jsno"], "--jsno: no such option. Did you mean --json?"),
         (["eval", "run", "--suit", "core"], "--suit: no such option. Did you mean --suite?"),
-        (["presets", "parcae-1m"], "parcae-1m: one word too many"),
+        (["presets", "parcae-1m"], "parcae-1m: one argument too many"),
         (
             ["train", "recipe.toml", "--reusme=out"],
             "--reusme: no such option. Did you mean",
@@ -149,3 +149,51 @@ def test_demo(tmp_path, capsys):
         assert words in said
     assert main(["demo", "--out", str(tmp_path)]) == 0
     assert "holds a finished run" in capsys.readouterr().out
+
+
+def all_parsers(parser=None):
+    """Every parser of the command line, subcommands included."""
+    import argparse
+
+    from parcae import cli
+
+    parser = cli.parser() if parser is None else parser
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from all_parsers(child)
+
+
+@pytest.mark.parametrize("parser", [*all_parsers()], ids=lambda parser: parser.prog)
+def test_every_option_says_what_it_does_and_its_default(parser):
+    import argparse
+
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for choice in action._choices_actions:
+                assert choice.help, f"{parser.prog} {choice.dest}"
+            continue
+        name = action.option_strings[-1] if action.option_strings else action.metavar
+        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        assert len(text) >= 10, f"{parser.prog} {name}: {text!r} says too little"
+        has_default = action.default not in (None, False, (), argparse.SUPPRESS)
+        if action.option_strings and has_default:
+            assert "default" in text, f"{parser.prog} {name}: {text!r} names no default"
+
+
+def test_the_help_of_train_lists_every_setting(capsys):
+    from parcae.training.settings import TABLES, all_settings
+
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    for table in (*TABLES, "model.loop", "model.loop.curriculum"):
+        assert any(line.startswith(f"  [{table}]  ") for line in lines), table
+    for entry in all_settings():
+        assert entry.help, entry.name
+        assert any(line.startswith(f"    {entry.name} ") for line in lines), entry.name
+    assert "mean_loops            8 " in printed
+    assert "optimiser]" in printed
+    assert "kv_heads              - " in printed

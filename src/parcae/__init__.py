@@ -1,17 +1,12 @@
 """Train, study and run looped language models that are stable by construction.
 
-    import parcae
+    model = parcae.create("parcae-10m")             # any name in parcae.PRESETS
+    logits = model(tokens, depths=8).logits         # the same weights, looped 8 times
+    parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
+    model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
+    laws = parcae.fit("runs.csv")                   # scaling laws of a table of runs
 
-    model = parcae.create("parcae-10m")              # any name in parcae.PRESETS
-    model(tokens, depths=8).logits                   # the same weights, looped 8 times
-    model(tokens, targets=targets, depths=[2, 9]).loss.backward()
-    parcae.save(model, "folder")
-    parcae.load("folder")                            # or a run, or a checkpoint of a run
-    parcae.generate(model, ids, new_tokens=64)       # or parcae.Engine(model, tokenizer)
-    laws = parcae.fit("runs.csv")                    # scaling laws of a table of runs
-    parcae.predict(laws, flops=1e19)                 # loops and tokens for a training budget
-
-Heavy modules are imported when a name is first used.
+A module is imported when one of its names is first used, so `import parcae` is cheap.
 """
 
 from __future__ import annotations
@@ -19,63 +14,62 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from parcae.config import ConfigError, Curriculum, LoopConfig, ModelConfig
-    from parcae.files import FileError
-    from parcae.infer.engine import Engine
-    from parcae.infer.generate import generate
-    from parcae.laws.analysis import fit
-    from parcae.laws.predict import predict
-    from parcae.model import create
-    from parcae.model.depth import Depths
-    from parcae.model.store import save
-    from parcae.presets import PRESETS, preset
-    from parcae.runs import load, open_checkpoint
-
-__all__ = [
-    "PRESETS",
-    "ConfigError",
-    "Curriculum",
-    "Depths",
-    "Engine",
-    "FileError",
-    "LoopConfig",
-    "ModelConfig",
-    "create",
-    "fit",
-    "generate",
-    "load",
-    "open_checkpoint",
-    "predict",
-    "preset",
-    "save",
-]
-
-_HOME = {
-    "PRESETS": "presets",
-    "ConfigError": "config",
-    "Curriculum": "config",
-    "Depths": "model.depth",
-    "Engine": "infer.engine",
-    "FileError": "files",
-    "LoopConfig": "config",
-    "ModelConfig": "config",
-    "create": "model",
-    "fit": "laws.analysis",
-    "generate": "infer.generate",
-    "load": "runs",
-    "open_checkpoint": "runs",
-    "predict": "laws.predict",
-    "preset": "presets",
-    "save": "model.store",
+_PUBLIC = {
+    "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
+    "files": ("FileError",),
+    "infer.engine": ("Engine",),
+    "infer.generate": ("generate",),
+    "laws.analysis": ("fit",),
+    "laws.predict": ("predict",),
+    "model": ("create",),
+    "model.depth": ("Depths",),
+    "model.injection": ("Injection",),
+    "model.store": ("save",),
+    "presets": ("PRESETS", "preset"),
+    "registry": (
+        "import_file",
+        "register_injection",
+        "register_optimiser",
+        "register_sampler",
+    ),
+    "runs": ("load", "open_checkpoint"),
 }
+"""The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
+imports below repeat it for type checkers; a test compares the two."""
+
+if TYPE_CHECKING:
+    from parcae.config import ConfigError as ConfigError
+    from parcae.config import Curriculum as Curriculum
+    from parcae.config import LoopConfig as LoopConfig
+    from parcae.config import ModelConfig as ModelConfig
+    from parcae.files import FileError as FileError
+    from parcae.infer.engine import Engine as Engine
+    from parcae.infer.generate import generate as generate
+    from parcae.laws.analysis import fit as fit
+    from parcae.laws.predict import predict as predict
+    from parcae.model import create as create
+    from parcae.model.depth import Depths as Depths
+    from parcae.model.injection import Injection as Injection
+    from parcae.model.store import save as save
+    from parcae.presets import PRESETS as PRESETS
+    from parcae.presets import preset as preset
+    from parcae.registry import import_file as import_file
+    from parcae.registry import register_injection as register_injection
+    from parcae.registry import register_optimiser as register_optimiser
+    from parcae.registry import register_sampler as register_sampler
+    from parcae.runs import load as load
+    from parcae.runs import open_checkpoint as open_checkpoint
+
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"parcae.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"parcae.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'parcae' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return list(__all__)

@@ -3,21 +3,31 @@
     register(subparsers)   adds its parser and sets `run` as the default
     run(arguments) -> int  does the work; heavy imports belong inside
 
-Mistakes of the user (a wrong key, a missing file) end in one line on standard error and exit
-code 2, without a traceback; `PARCAE_DEBUG=1` shows it.
+A parser may set more defaults: `takes_settings` for --table.key VALUE, which `run` then finds in
+`arguments.settings`, and `lists_settings` for a list of them in its help.
+
+A mistake of the user (a wrong key, a missing file) ends in one line on standard error and exit
+code 2, without a traceback; PARCAE_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
 import importlib
+import json
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from parcae.commands import lm_eval
-from parcae.commands.usage import Parser, first_flag
 from parcae.config import ConfigError
 from parcae.files import FileError
+from parcae.registry import import_file, import_from_environment
+from parcae.schema import suggest
 
 COMMANDS = (
     "presets",
@@ -37,31 +47,30 @@ COMMANDS = (
     "fit",
     "predict",
 )
-
-
-def parser() -> Parser:
-    top = Parser(prog="parcae", description="Train, study and run looped language models.")
-    top.add_argument("--version", action="version", version=_version())
-    subparsers = top.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        importlib.import_module(f"parcae.commands.{name}").register(subparsers)
-    return top
+MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "depth", "eval", "sweep")
+"""Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         if argv[:1] == [lm_eval.NAME]:
+            import_from_environment()
             return lm_eval.pass_on(argv[1:])
-        words, settings = split_settings(argv)
-        arguments, unknown = parser().parse_known_args(words)
+        rest, settings = split_settings(argv)
+        arguments, unknown = parser().parse_known_args(rest)
         settings = [*unknown, *settings]
         takes_settings = getattr(arguments, "takes_settings", False)
-        flag = first_flag(unknown) if takes_settings else next(iter(settings), None)
+        flag = _first_flag(unknown) if takes_settings else next(iter(settings), None)
         if flag is not None:
-            raise arguments.parser.refuse(flag)
+            raise arguments.parser.unknown_argument(flag)
         if takes_settings:
             arguments.settings = settings
+        if hasattr(arguments, "imports"):
+            import_from_environment()
+            for path in arguments.imports:
+                import_file(path)
         return arguments.run(arguments)
     except (ConfigError, FileError) as error:
         if os.environ.get("PARCAE_DEBUG"):
@@ -71,25 +80,131 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("parcae: stopped.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def split_settings(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take out `--table.key VALUE` and `--table.key=VALUE`, wherever they stand."""
+class Parser(argparse.ArgumentParser):
+    """Suggests a name for a mistyped one, and prints help where a subcommand is missing.
+
+    Its subparsers are of this class too; the innermost that read something is in `parser`. Options
+    cannot be abbreviated: an abbreviation could change its meaning when options are added.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """As argparse's; without a subcommand the help is printed."""
+        self.set_defaults(run=self._show_help)
+        return super().add_subparsers(**{**options, "required": False})
+
+    def _show_help(self, arguments: argparse.Namespace) -> int:
+        self.print_help()
+        return 0
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        return f"{text}\n{format_settings()}" if self.get_default("lists_settings") else text
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        arguments, unknown = super().parse_known_args(args, namespace)
+        if not hasattr(arguments, "parser"):
+            arguments.parser = self
+        return arguments, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        if action.option_strings:
+            name = "/".join(action.option_strings)
+            raise ConfigError(f"{name}: {value!r} is not an option. {suggest(str(value), known)}")
+        raise ConfigError(
+            f"{value}: no such {str(action.metavar or 'argument').lower()}. "
+            f"{suggest(str(value), known)} See {self.prog} --help."
+        )
+
+    def unknown_argument(self, argument: str) -> ConfigError:
+        """The error for an argument that this parser does not know."""
+        if not argument.startswith("-"):
+            return ConfigError(f"{argument}: one argument too many. See {self.prog} --help.")
+        name = argument.partition("=")[0]
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        near = difflib.get_close_matches(name.lstrip("-"), known, n=1)
+        hint = f" Did you mean {known[near[0]]}?" if near else ""
+        return ConfigError(f"{name}: no such option.{hint} See {self.prog} --help.")
+
+
+def parser() -> Parser:
+    """The parser of the whole command line."""
+    top = Parser(prog="parcae", description="Train, study and run looped language models.")
+    top.add_argument("--version", action="version", version=_version(), help="print the version")
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"parcae.commands.{name}").register(subparsers)
+    for name in MODEL_COMMANDS:
+        subparsers.choices[name].add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help="Python file that registers an injection, sampler, optimiser or exit rule which "
+            "the model or recipe uses; may be repeated (default: none)",
+        )
+    return top
+
+
+def split_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate `--table.key VALUE` and `--table.key=VALUE` from the other arguments."""
     rest, settings = [], []
-    queue = list(words)
+    queue = list(arguments)
     while queue:
-        word = queue.pop(0)
-        name, equals, _ = word.partition("=")
+        argument = queue.pop(0)
+        name, equals, _ = argument.partition("=")
         if not (name.startswith("--") and "." in name):
-            rest.append(word)
+            rest.append(argument)
             continue
-        settings.append(word)
+        settings.append(argument)
         if not equals and queue and not queue[0].startswith("--"):
             settings.append(queue.pop(0))
     return rest, settings
+
+
+def format_settings() -> str:
+    """Every setting of a recipe by table: name, default, one line of help."""
+    from parcae.training.settings import all_settings
+
+    width = max(60, min(120, shutil.get_terminal_size().columns) - 2)
+    lines = [
+        "settings of a recipe, with their defaults (- for unset)",
+        "  In a recipe: key = value below [table]. Here: --table.key VALUE.",
+    ]
+    table, hanging = None, {"subsequent_indent": "    "}
+    for entry in all_settings():
+        if entry.table is not table:
+            table = entry.table
+            about = " ".join((table.__doc__ or "").split())
+            lines += ["", *textwrap.wrap(f"  [{table.table}]  {about}", width, **hanging)]
+        unset = entry.default is None or entry.default == ()
+        default = "-" if unset else json.dumps(entry.default)
+        start = f"    {entry.name:<21} {default:<13} "
+        indent = " " * len(f"    {'':<21} {'':<13} ")
+        lines += textwrap.wrap(start + entry.help, width, subsequent_indent=indent)
+    return "\n".join(lines) + "\n"
+
+
+def _first_flag(arguments: Sequence[str]) -> str | None:
+    """The first unknown argument that was meant as an option, not as a text or a setting."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith("--") and name != "--" and " " not in name and "." not in name:
+            return argument
+    return None
 
 
 def _version() -> str:

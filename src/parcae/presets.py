@@ -1,4 +1,4 @@
-"""Every model of the paper by name, and small ones that train on a laptop.
+"""The models of the paper by name, and small ones that train on a laptop.
 
 Names read `<family>-<size>`. The families:
 
@@ -10,8 +10,8 @@ Names read `<family>-<size>`. The families:
     addition         pre-norm blocks, injection by addition
 
 The paper gives neither heads nor context for the RDM setup; head dimension 128 and context 2,048
-are our choice. Parcae in that setup has neither `C` nor a prelude norm: only so do its counts
-come out (see docs/paper-map.md).
+are our choice. Parcae in that setup has neither `C` nor a prelude norm: only without them do its
+parameter counts match the paper's (see docs/paper-map.md).
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def _all() -> dict[str, ModelConfig]:
 
 
 PRESETS: Mapping[str, ModelConfig] = _all()
+"""Every model that can be created by name."""
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""From text to configuration: TOML recipes, flags over recipes over defaults, strict keys.
+"""Read TOML recipes and command-line flags into tables of settings; flags take precedence.
 
 A recipe is a tree of tables. `[model]` may start from a preset and change keys of it:
 
@@ -9,7 +9,7 @@ A recipe is a tree of tables. `[model]` may start from a preset and change keys 
     [model.loop]
     mean_loops = 4
 
-and `--model.loop.mean_loops 6` on a command line changes it once more.
+and `--model.loop.mean_loops 6` on a command line overrides it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _in_form(hint: Any, value: Any) -> Any:
 
 
 def plain(config: Any) -> Tree:
-    """The tree that `build` reads back; keys without a value are left out, as in TOML."""
+    """The tree that `build` reads back; keys without a value are omitted, as in TOML."""
     tree: Tree = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
@@ -85,9 +85,9 @@ def read_toml(path: str | Path) -> Tree:
 
 
 def from_file(path: str | Path, flags: Tree, make: Callable[[Tree, Tree], T]) -> T:
-    """What `make` makes of a recipe's tree and of the flags over it.
+    """Call `make` with the tree of a recipe and the flags.
 
-    An error that the recipe would give by itself names its file; others are the flags'.
+    An error that the recipe causes without the flags names its file; any other is the flags'.
     """
     tree = read_toml(path)
     try:
@@ -107,13 +107,12 @@ def _error_alone(tree: Tree, make: Callable[[Tree, Tree], Any]) -> str | None:
 
 
 def find_recipe(name: str) -> Path:
-    """A recipe that comes with parcae, from the installed package or from the source tree."""
+    """The path of a recipe that is part of parcae: in the installed package or the source tree."""
     here = Path(__file__).parent
-    places = [folder / f"{name}.toml" for folder in (here / "recipes", here.parents[1] / "recipes")]
-    for place in places:
-        if place.exists():
-            return place
-    raise ConfigError(f"{name}: no recipe of this name comes with parcae.")
+    for folder in (here / "recipes", here.parents[1] / "recipes"):
+        if (folder / f"{name}.toml").exists():
+            return folder / f"{name}.toml"
+    raise ConfigError(f"{name}: parcae has no recipe of this name.")
 
 
 def write_toml(tree: Mapping[str, Any]) -> str:
@@ -131,20 +130,20 @@ def parse_flags(arguments: Sequence[str]) -> Tree:
         name, equals, text = flag[2:].partition("=")
         if not equals:
             if not rest or rest[0].startswith("--"):
-                raise ConfigError(f"{flag}: a value must follow.")
+                raise ConfigError(f"{flag}: no value follows. Write {flag} VALUE.")
             text = rest.pop(0)
         *tables, leaf = name.replace("-", "_").split(".")
         node = tree
         for table in tables:
             node = node.setdefault(table, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{flag}: {table} was given a value of its own before.")
+                raise ConfigError(f"{flag}: {table} is a value in an earlier flag. Remove one.")
         node[leaf] = _parse_value(text)
     return tree
 
 
 def check_tables(tree: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse a mistyped table: its keys would be ignored otherwise."""
+    """Raise `ConfigError` for a table that is not known, whose keys would be ignored."""
     for name, table in tree.items():
         if name not in known:
             raise ConfigError(f"{name}: no such table. {suggest(name, known)}")
@@ -166,5 +165,5 @@ def _parse_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         if "\n" in text:
-            raise ConfigError(f"{text!r}: a value must stand on one line.") from None
+            raise ConfigError(f"{text!r}: a value must be on one line.") from None
         return text

@@ -118,7 +118,7 @@ class Settings:
 class Described(NamedTuple):
     """One setting, for a list of them."""
 
-    table: str
+    table: type[Settings]
     name: str
     default: Any
     help: str
@@ -132,7 +132,7 @@ def describe(table: type[Settings]) -> Iterator[Described]:
         if isinstance(hint, type) and issubclass(hint, Settings):
             inner.append(hint)
         else:
-            yield Described(table.table, field.name, field.default, field.metadata.get("help", ""))
+            yield Described(table, field.name, field.default, field.metadata.get("help", ""))
     for nested in inner:
         yield from describe(nested)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from parcae.experiments.looping import Profile
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
-ANEW = "`make demo AGAIN=1`, or `parcae demo --again`, trains anew."
+ANEW = "`make demo AGAIN=1`, or `parcae demo --again`, trains again."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -19,8 +19,16 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="train a small looped model on Python's own library and show what loops do",
         epilog="Settings of recipes/demo.toml may be changed with --table.key VALUE.",
     )
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), metavar="FOLDER")
-    parser.add_argument("--again", action="store_true", help="train anew, also where a run exists")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/demo"),
+        metavar="FOLDER",
+        help="folder of the run, the figure and the report (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="train again even if the folder holds a run"
+    )
     parser.set_defaults(run=run, takes_settings=True)
 
 

@@ -1,4 +1,4 @@
-"""`parcae show`: what a preset or recipe comes to, with flags applied: settings, size, cost."""
+"""`parcae show`: the settings, size and cost of a preset or recipe, with flags applied."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ if TYPE_CHECKING:
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "show",
-        help="resolve a preset or recipe and print its settings, size and cost",
-        epilog="Settings may be changed with --table.key VALUE, e.g. --model.loop.mean_loops 4.",
+        help="print the settings, size and cost of a preset or recipe",
+        epilog="A setting is changed with --table.key VALUE, such as --model.loop.mean_loops 4; "
+        "`parcae train --help` lists all.",
     )
-    parser.add_argument("source", metavar="PRESET|RECIPE.toml")
+    parser.add_argument(
+        "source", metavar="PRESET|RECIPE.toml", help="name of a preset, or path of a recipe"
+    )
     parser.set_defaults(run=run, takes_settings=True)
 
 
@@ -29,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         config = _model({"model": {"preset": source}}, flags)
 
-    from parcae.model import flops  # after the recipe, whose errors need not wait for it
+    from parcae.model import flops  # imports torch, so after the recipe is known to be valid
     from parcae.registry import INJECTIONS
 
     console.out.print(write_toml({"model": plain(config)}), markup=False, highlight=False)
@@ -49,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     if config.architecture == "looped":
         rows.append(("stability by construction", INJECTIONS[config.injection].stability))
-    console.out.print(console.table("What it comes to", ("", ""), rows))
+    console.out.print(console.table("Size and cost", ("", ""), rows))
     return 0
 
 

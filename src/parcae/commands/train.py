@@ -10,15 +10,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a model from a recipe, or resume a run",
-        epilog="Settings may be changed with --table.key VALUE, e.g. --budget.steps 100. "
-        "Several devices: torchrun --nproc-per-node 8 -m parcae train RECIPE.toml --out RUN",
+        epilog="A setting of the recipe is changed with --table.key VALUE, such as "
+        "--budget.steps 100. On several devices: "
+        "torchrun --nproc-per-node 8 -m parcae train RECIPE.toml --out RUN",
     )
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE.toml")
+    parser.add_argument(
+        "recipe", nargs="?", metavar="RECIPE.toml", help="recipe of a new run; none with --resume"
+    )
     parser.add_argument(
         "--out", type=Path, metavar="RUN", help="folder of the run (default: runs/<recipe's name>)"
     )
-    parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
-    parser.set_defaults(run=run, takes_settings=True)
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue this run from its newest checkpoint"
+    )
+    parser.set_defaults(run=run, takes_settings=True, lists_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

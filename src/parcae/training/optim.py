@@ -96,13 +96,16 @@ class Optimiser:
         return {kind: member.param_groups[0]["lr"] for kind, member in self.members.items()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state by "<parameter>.<slot>": the live tensors, there from the beginning, so
-        a checkpoint is loaded by copying into them."""
+        """The whole state by "<parameter>.<slot>": the live tensors, so a checkpoint is loaded by
+        copying into them. State that an optimiser would create later is created now."""
+        for kind, member in self.members.items():
+            _create_state(member, kind)
         return {
             f"{self.names[p]}.{slot}": tensor
             for member in self.members.values()
             for p, state in member.state.items()
             for slot, tensor in state.items()
+            if tensor is not None
         }
 
 
@@ -119,7 +122,6 @@ def _make(
             process_group=group,
         )
     optimiser = OPTIMISERS[kind](_decaying(parameters, config), config)
-    _create_state(optimiser, kind)
     for part in optimiser.param_groups:
         part["base_lr"] = part["lr"]
     return optimiser
@@ -142,34 +144,32 @@ def adamw_atan2(groups: list[dict[str, Any]], config: OptimiserConfig) -> Optimi
 
 @torch.no_grad()
 def _create_state(optimiser: Optimizer, kind: str) -> None:
-    """Let an optimiser that creates its state in its first step create it now, as zeros.
-
-    It takes one step with zero gradients and a learning rate of zero; only the state remains.
-    """
+    """Create the state of parameters that have none yet, as most of PyTorch's optimisers do only in
+    their first step: by a step with zero gradients and a learning rate of zero."""
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
-    if all(optimiser.state.get(p) for p in parameters):
+    new = [p for p in parameters if not optimiser.state.get(p)]
+    if not new:
         return
-    weights = [p.clone() for p in parameters]
+    weights, gradients = [p.clone() for p in new], [p.grad for p in parameters]
     rates = [group["lr"] for group in optimiser.param_groups]
+    optimiser.zero_grad(set_to_none=True)
+    for p in new:
+        p.grad = torch.zeros_like(p)
     for group in optimiser.param_groups:
         group["lr"] = 0.0
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
     optimiser.step()
     for group, lr in zip(optimiser.param_groups, rates, strict=True):
         group["lr"] = lr
-    for p, before in zip(parameters, weights, strict=True):
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    for p, before in zip(new, weights, strict=True):
         p.copy_(before)
-        p.grad = None
-        state = {slot: value for slot, value in optimiser.state[p].items() if value is not None}
-        for slot, value in state.items():
-            if not isinstance(value, Tensor):
-                raise ConfigError(
-                    f"optimiser.kind: {kind!r} has the state {slot} = {value!r}, which a "
-                    "checkpoint cannot hold. Keep it as a tensor."
-                )
-            value.zero_()
-        optimiser.state[p] = state
+    for slot, value in [item for p in new for item in optimiser.state[p].items()]:
+        if value is not None and not isinstance(value, Tensor):
+            raise ConfigError(
+                f"optimiser.kind: {kind!r} has the state {slot} = {value!r}, which a checkpoint "
+                "cannot hold. Keep it as a tensor."
+            )
 
 
 def _decaying(parameters: list[nn.Parameter], config: OptimiserConfig) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from parcae.config import ConfigError, ModelConfig
 from parcae.presets import model_from_table
 from parcae.recipe import build, check_tables, from_file, merge, plain
 from parcae.registry import OPTIMISERS
-from parcae.schema import Settings, require, setting
+from parcae.schema import Described, Settings, describe, require, setting
 
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
 
@@ -230,14 +230,25 @@ class Recipe(Settings):
         return tuple(sorted({*chosen, nominal}))
 
 
+PARTS = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig)
+"""The tables beside [model], which may start from a preset."""
+
+
+def all_settings() -> Iterator[Described]:
+    """Every setting of a recipe, table by table."""
+    text = "a model by name, of which the other keys change some; `parcae presets` lists them"
+    yield Described(ModelConfig, "preset", None, text)
+    for part in (ModelConfig, *PARTS):
+        yield from describe(part)
+
+
 def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     """A recipe from merged tables; see `parcae.recipe` for reading and merging them."""
     check_tables(tree, TABLES)
     for name in ("model", "data", "budget"):
         if name not in tree:
             raise ConfigError(f"{name}: a recipe for training needs this table.")
-    others = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig)
-    parts = {part.table: build(part, tree[part.table]) for part in others if part.table in tree}
+    parts = {part.table: build(part, tree[part.table]) for part in PARTS if part.table in tree}
     return Recipe(model=model_from_table(tree["model"]), **parts)  # pyright: ignore[reportArgumentType]
 
 
