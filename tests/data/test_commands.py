@@ -100,5 +100,5 @@ def test_no_table_is_cut_off_in_a_pipe(
 
 
 def test_a_dataset_nobody_knows(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not a dataset"):
+    with pytest.raises(ConfigError, match="unknown dataset"):
         run("data", "download", "fineweb", "--out", tmp_path)

@@ -1,36 +1,37 @@
-"""Datasets of the Hugging Face hub as local files: resumable, and verified by their sha256.
+"""Download datasets of the Hugging Face hub, and single files of any server: resumable, verified.
 
     download("fineweb-edu-10bt", "data/fineweb-edu-10bt")
-    fetch(url, file, target, server, report)           one file, of any server
+    fetch(url, RemoteFile("copa.jsonl", 12_345, sha256), Path("data/copa.jsonl"))
 
-The first run fixes the revision and the list of files in `.download.json`; later runs check what
-is here and fetch the rest, byte range by byte range, so that an interrupted download of any size
-goes on where it was and never mixes two revisions. A file has its name only once its checksum is
-right.
-
-We fetch the bytes ourselves because `hf_hub_download` starts an interrupted file anew.
+`huggingface_hub` lists the files (`HfApi`) and transfers them (`http_get`, which resumes after a
+lost connection). `hf_hub_download` is not used because, as of version 2.4, it restarts a file from
+the beginning after an interrupted process and compares sizes only. Hence three things are done
+here: bytes are kept in a `.partial` file between processes, checksums are compared before a file
+gets its name, and `.download.json` fixes the commit and the list of files, so that a resumed
+download never mixes two revisions.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
+import io
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from urllib.parse import urlsplit
 
 from parcae.config import ConfigError, require
 from parcae.data.readers import Format, format_of
 from parcae.files import (
     FileError,
+    WriteError,
     atomic_path,
     exclusive,
     read_sealed,
-    write_all,
+    sha256,
     write_sealed,
     writing,
 )
@@ -43,37 +44,21 @@ NAMES = {
     "fineweb-edu-350bt": f"{FINEWEB_EDU}:sample/350BT",
     "huginn": "tomg-group-umd/huginn-dataset",
 }
-HUB = "the hub"
 RECORD = ".download.json"
 PREFERRED: tuple[Format, ...] = ("parquet", "json-lines", "text")
 NOT_DOCUMENTS = {"dataset_infos.json", "dataset_info.json", "license.txt", "readme.txt"}
-CHUNK_BYTES = 1 << 20
-ATTEMPTS = 5
-RETRY_SECONDS = 0.5
-TIMEOUT_SECONDS = 30
-WORTH_ANOTHER_TRY = (408, 429, 500, 502, 503, 504)
-
-
-class Unreachable(FileError):
-    """The hub does not answer, or not now."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
+    """A file to download: its path in the repository, its size and its checksum."""
+
     path: str
     bytes: int
     sha256: str | None
-    """Of the content, for all files that the hub keeps outside git; the others have none."""
+    """None for small files that the hub stores in git."""
     blob_sha1: str | None = None
-    """git's own name for the content of a file kept inside git."""
-
-
-@dataclass(frozen=True)
-class Server:
-    name: str
-    """What errors call it."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Of every request. A token goes in here, and so only to the server it is for."""
+    """git's hash of the content, for files without sha256."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ class Dataset:
     repository: str
     folder: str
     revision: str
-    """The name that was asked for when the commit was fixed."""
+    """Branch, tag or commit that was asked for when the commit was fixed."""
     commit: str
     files: tuple[RemoteFile, ...]
 
@@ -93,7 +78,11 @@ class Dataset:
 
 
 Report = Callable[[RemoteFile, int], None]
-"""Called with a file and how many of its bytes are here."""
+"""Called with a file and the number of its bytes on disk."""
+
+
+def _no_report(_file: RemoteFile, _bytes: int) -> None:
+    pass
 
 
 def download(
@@ -103,73 +92,182 @@ def download(
     revision: str | None = None,
     first_files: int | None = None,
     endpoint: str | None = None,
-    report: Report = lambda _file, _bytes: None,
+    report: Report = _no_report,
 ) -> Dataset:
-    """Fetch a dataset, or its first few files, into `folder`; run it again to go on.
+    """Download a dataset, or its first few files, into `folder`; call it again to resume.
 
-    `revision` is what the folder holds if it is left out, and `main` in a new folder. `endpoint` is
-    a mirror of the hub; the environment's HF_ENDPOINT if it is left out.
+    `name` is a key of `NAMES` or `owner/name[:folder]`. `revision` defaults to the one already in
+    the folder, or to `main`. `endpoint` is another hub; the default is HF_ENDPOINT of the
+    environment.
     """
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
     folder = Path(folder)
-    repository, inside = resolve(name)
+    repository, subfolder = resolve(name)
     require(
         first_files is None or first_files >= 1,
         "first_files",
-        f"{first_files} is not positive",
-        "Use at least 1, or leave it out for all.",
+        f"{first_files} is out of range",
+        "It must be >= 1; omit it to download all files.",
     )
     with exclusive(folder):
-        dataset = _pinned(folder, repository, inside, revision)
+        dataset = _read_record(folder, repository, subfolder, revision)
         if dataset is None:
-            dataset = _list(repository, inside, revision or "main", endpoint)
+            dataset = _list_files(repository, subfolder, revision or "main", endpoint)
             write_sealed(folder / RECORD, asdict(dataset))
-        server = _hub()
+        headers = build_hf_headers()
         for file in dataset.files[:first_files]:
-            fetch(_url(dataset, file, endpoint), file, folder / file.path, server, report)
+            url = hf_hub_url(
+                repository,
+                file.path,
+                repo_type="dataset",
+                revision=dataset.commit,
+                endpoint=endpoint,
+            )
+            fetch(url, file, folder / file.path, headers=headers, report=report)
     return dataset
 
 
-def resolve(name: str, others: Sequence[str] = ()) -> tuple[str, str]:
-    """Repository and folder behind one of our names, or behind `owner/name[:folder]`. `others` may
-    have been meant where it is neither."""
-    full = NAMES.get(name, name)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[^:]+)?", full):
+def resolve(name: str, other_names: Sequence[str] = ()) -> tuple[str, str]:
+    """Repository and folder of a dataset name; `other_names` are suggested for a wrong one too."""
+    full_name = NAMES.get(name, name)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[^:]+)?", full_name):
         raise ConfigError(
-            f"{name}: not a dataset. {suggest(name, [*NAMES, *others])} Or write "
+            f"{name}: unknown dataset. {suggest(name, [*NAMES, *other_names])} Or write "
             "owner/name[:folder]."
         )
-    repository, _, inside = full.partition(":")
-    return repository, inside.strip("/")
+    repository, _, subfolder = full_name.partition(":")
+    return repository, subfolder.strip("/")
 
 
-def _pinned(folder: Path, repository: str, inside: str, revision: str | None) -> Dataset | None:
+def fetch(
+    url: str,
+    file: RemoteFile,
+    target: Path,
+    *,
+    headers: Mapping[str, str] | None = None,
+    report: Report = _no_report,
+) -> None:
+    """Download one file from any server, and compare its checksum.
+
+    An interrupted download is resumed; a file with a wrong checksum is downloaded once more.
+    `headers` are sent to the server, such as a token.
+    """
+    if target.exists() and is_intact(target, file):
+        report(file, file.bytes)
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    with writing(target):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(2):
+        _transfer(url, file, partial, headers or {}, report)
+        if is_intact(partial, file):
+            with atomic_path(target) as temporary:
+                partial.replace(temporary)
+            report(file, file.bytes)
+            return
+        partial.unlink()
+    raise FileError(
+        f"{target}: the file sent by {urlsplit(url).hostname} has a wrong checksum and was "
+        "deleted. Try again later."
+    )
+
+
+def is_intact(path: Path, file: RemoteFile) -> bool:
+    """Whether the file at `path` has the right size and checksum."""
+    if path.stat().st_size != file.bytes:
+        return False
+    if file.sha256:
+        return sha256(path) == file.sha256
+    blob = b"blob %d\0" % file.bytes + path.read_bytes()
+    return hashlib.sha1(blob).hexdigest() == file.blob_sha1
+
+
+def _transfer(
+    url: str, file: RemoteFile, partial: Path, headers: Mapping[str, str], report: Report
+) -> None:
+    """Append the missing bytes to `partial`; try again as long as an attempt adds some."""
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils.tqdm import silent_tqdm
+
+    while True:
+        before = _size(partial)
+        with writing(partial):
+            stream = _PartialFile(partial, file, report)
+        try:
+            with stream, _readable_errors(file.path, urlsplit(url).hostname or url):
+                http_get(
+                    url,
+                    stream,  # type: ignore[arg-type]
+                    resume_size=before,
+                    headers={**headers, "Accept-Encoding": "identity"},
+                    expected_size=file.bytes,
+                    tqdm_class=silent_tqdm,  # type: ignore[arg-type]
+                )
+            return
+        except WriteError:
+            raise
+        except FileError:
+            if _size(partial) > file.bytes:  # another content, such as a login page
+                partial.unlink()
+            if _size(partial) <= before:
+                raise
+
+
+class _PartialFile(io.FileIO):
+    """A file open for appending that reports its size after each write."""
+
+    def __init__(self, path: Path, file: RemoteFile, report: Report) -> None:
+        super().__init__(path, "a")
+        self._path, self._file, self._report = path, file, report
+        report(file, self.tell())
+
+    def write(self, data: Any) -> int:
+        with writing(self._path, "Free some space and run the same command again to resume."):
+            rest = memoryview(data)
+            while rest:
+                rest = rest[super().write(rest) or 0 :]
+        self._report(self._file, min(self.tell(), self._file.bytes))
+        return len(data)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _read_record(
+    folder: Path, repository: str, subfolder: str, revision: str | None
+) -> Dataset | None:
+    """The dataset of an earlier download into this folder; None in a new folder."""
     path = folder / RECORD
     if not path.exists():
         return None
-    record = read_sealed(path, "Delete it; the files here are checked and kept.")
+    record = read_sealed(path, "Delete it; files that are complete are kept.")
     files = tuple(RemoteFile(**file) for file in record.pop("files"))
     dataset = Dataset(files=files, **record)
-    if (dataset.repository, dataset.folder) != (repository, inside):
+    if (dataset.repository, dataset.folder) != (repository, subfolder):
         raise FileError(
-            f"{folder}: already holds {dataset.repository}:{dataset.folder}. Choose another folder."
+            f"{folder}: contains {dataset.repository}:{dataset.folder}. Choose another folder."
         )
     if revision not in (None, dataset.revision, dataset.commit):
         raise FileError(
-            f"{folder}: already holds revision {dataset.revision} ({dataset.commit[:12]}), and two "
-            "are never mixed. Choose another folder, or leave --revision out."
+            f"{folder}: contains revision {dataset.revision} ({dataset.commit[:12]}), not "
+            f"{revision}. Choose another folder, or omit --revision."
         )
     return dataset
 
 
-def _list(repository: str, inside: str, revision: str, endpoint: str | None) -> Dataset:
+def _list_files(repository: str, subfolder: str, revision: str, endpoint: str | None) -> Dataset:
+    """The files with documents, at the commit that `revision` names now."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
-    with _clear_errors(repository):
+    with _readable_errors(repository, "the hub"):
         api = HfApi(endpoint=endpoint)
         commit = api.dataset_info(repository, revision=revision).sha or revision
         tree = api.list_repo_tree(
-            repository, inside or None, recursive=True, revision=commit, repo_type="dataset"
+            repository, subfolder or None, recursive=True, revision=commit, repo_type="dataset"
         )
         entries = [entry for entry in tree if isinstance(entry, RepoFile)]
     files = sorted(
@@ -180,138 +278,16 @@ def _list(repository: str, inside: str, revision: str, endpoint: str | None) -> 
         ),
         key=lambda file: file.path,
     )
-    for wanted in PREFERRED:  # beside Parquet, JSON and text only describe a dataset
-        if chosen := tuple(file for file in files if format_of(Path(file.path)) == wanted):
-            return Dataset(repository, inside, revision, commit, chosen)
-    raise FileError(f"{repository}:{inside}: no file with documents there. Check the folder.")
-
-
-def _url(dataset: Dataset, file: RemoteFile, endpoint: str | None) -> str:
-    from huggingface_hub import hf_hub_url
-
-    return hf_hub_url(
-        dataset.repository,
-        file.path,
-        repo_type="dataset",
-        revision=dataset.commit,
-        endpoint=endpoint,
-    )
-
-
-def _hub() -> Server:
-    from huggingface_hub.utils import build_hf_headers
-
-    return Server(HUB, build_hf_headers())
-
-
-def fetch(url: str, file: RemoteFile, target: Path, server: Server, report: Report) -> None:
-    """One file, verified; an interrupted one goes on, a damaged one is fetched once more."""
-    if target.exists() and is_intact(target, file):
-        report(file, file.bytes)
-        return
-    partial = target.with_name(f".{target.name}.partial")
-    with writing(target):
-        partial.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(2):
-        _fetch(url, file, partial, server, report)
-        if is_intact(partial, file):
-            with atomic_path(target) as temporary:
-                partial.replace(temporary)
-            return
-        partial.unlink()
-    raise FileError(
-        f"{target}: what {server.name} sent does not have the right checksum. Nothing of it was "
-        "kept; try again later."
-    )
-
-
-def _fetch(url: str, file: RemoteFile, partial: Path, server: Server, report: Report) -> None:
-    """Append what is missing; give up after a few attempts in a row that brought nothing."""
-    idle_attempts = 0
-    while (here := _size(partial)) < file.bytes:
-        report(file, here)
-        problem = Unreachable(
-            f"{file.path}: {server.name} sent less than the file. Try again later."
-        )
-        try:
-            with _clear_errors(file.path, server.name):
-                _append(url, file, partial, server, report)
-        except Unreachable as error:
-            problem = error
-        if (now := _size(partial)) >= file.bytes:
-            break
-        idle_attempts = 0 if now > here else idle_attempts + 1
-        if idle_attempts >= ATTEMPTS:
-            raise problem
-        time.sleep(RETRY_SECONDS * 2**idle_attempts)
-    report(file, file.bytes)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _append(url: str, file: RemoteFile, partial: Path, server: Server, report: Report) -> None:
-    """One request. A server that ignores ranges sends all anew, and what is here is passed over,
-    so that no answer, be it a login page, costs what was already fetched."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
-    here = _size(partial)
-    headers = {**server.headers, "Accept-Encoding": "identity"}
-    if here:
-        headers["Range"] = f"bytes={here}-"
-    with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT_SECONDS) as response:
-        hf_raise_for_status(response)
-        known = 0 if response.status_code == 206 else here
-        _check_answer(file, here - known, response)
-        with writing(partial):
-            stream = partial.open("ab", buffering=0)
-        with stream:
-            for chunk in response.iter_bytes(CHUNK_BYTES):
-                new = chunk[known:][: file.bytes - here]
-                known = max(0, known - len(chunk))
-                _write(stream, new, partial)
-                here += len(new)
-                report(file, here)
-
-
-def _check_answer(file: RemoteFile, start: int, response: Any) -> None:
-    """It is the file from `start` on, as far as its headers tell."""
-    length, span = (response.headers.get(f"Content-{name}") for name in ("Length", "Range"))
-    if span is not None:
-        right = span.startswith(f"bytes {start}-") and span.endswith(f"/{file.bytes}")
-    else:
-        right = length in (None, str(file.bytes - start))
-    if not right:
-        raise Unreachable(
-            f"{file.path}: what came is not the file ({span or f'{length} bytes'} instead of "
-            f"{file.bytes - start:,} bytes). Is a login page or a proxy in between? What is here "
-            "is kept."
-        )
-
-
-def _write(stream: IO[bytes], data: bytes, path: Path) -> None:
-    try:
-        write_all(stream, data)
-    except OSError as error:
-        raise FileError(
-            f"{path}: could not be written ({error.strerror}). Make room and run it again; "
-            "what is here is kept."
-        ) from error
-
-
-def is_intact(path: Path, file: RemoteFile) -> bool:
-    if path.stat().st_size != file.bytes:
-        return False
-    digest = hashlib.sha256() if file.sha256 else hashlib.sha1(b"blob %d\0" % file.bytes)
-    with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest() == (file.sha256 or file.blob_sha1)
+    for format in PREFERRED:  # JSON and text next to Parquet only describe the dataset
+        if chosen := tuple(file for file in files if format_of(Path(file.path)) == format):
+            return Dataset(repository, subfolder, revision, commit, chosen)
+    raise FileError(f"{repository}:{subfolder}: no files with documents. Check the folder.")
 
 
 @contextmanager
-def _clear_errors(wanted: str, server: str = HUB) -> Iterator[None]:
+def _readable_errors(name: str, server: str) -> Iterator[None]:
+    """Turn the errors of `huggingface_hub` and its HTTP client into `FileError`."""
+    import httpx2
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -321,29 +297,27 @@ def _clear_errors(wanted: str, server: str = HUB) -> Iterator[None]:
 
     try:
         yield
+    except FileError:
+        raise
     except GatedRepoError:
         raise FileError(
-            f"{wanted}: asks for consent. Give it on the hub and log in with `hf auth login`."
+            f"{name}: access must be requested. Accept the terms on the hub and run `hf auth "
+            "login`."
         ) from None
     except RepositoryNotFoundError:
-        raise FileError(f"{wanted}: no such dataset on the hub, or it is private.") from None
+        raise FileError(f"{name}: no such dataset on the hub, or it is private.") from None
     except HfHubHTTPError as error:
-        later = error.response.status_code in WORTH_ANOTHER_TRY
-        kind = Unreachable if later else FileError
-        raise kind(f"{wanted}: {server} refused ({_first_line(error)}).") from None
-    except (OfflineModeIsEnabled, *_connection_errors()) as error:
-        raise Unreachable(
-            f"{wanted}: {server} cannot be reached ({_first_line(error)}). Check the network; "
-            "what is here is kept, and the same command goes on from it."
+        raise FileError(f"{name}: refused by {server} ({_first_line(error)}).") from None
+    except (OfflineModeIsEnabled, httpx2.TransportError, ConnectionError, TimeoutError) as error:
+        raise FileError(
+            f"{name}: cannot reach {server} ({_first_line(error)}). Check the network and run the "
+            "same command again to resume."
         ) from None
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """What the hub's HTTP client raises, whichever library is behind it."""
-    from huggingface_hub.utils import get_session
-
-    module: Any = importlib.import_module(type(get_session()).__module__.partition(".")[0])
-    return (module.TransportError, ConnectionError, TimeoutError)
+    except (OSError, ValueError) as error:  # a wrong size, or more than 50 GB
+        raise FileError(
+            f"{name}: {server} did not send the expected file ({_first_line(error)}). Check for "
+            "a proxy or a login page."
+        ) from None
 
 
 def _first_line(error: Exception) -> str:

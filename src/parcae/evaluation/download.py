@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from parcae.config import ConfigError
-from parcae.data.hub import RemoteFile, Report, Server, fetch, is_intact
+from parcae.data.hub import RemoteFile, Report, fetch, is_intact
 from parcae.evaluation.tasks import Task, core, core_extended, tasks_named
 from parcae.files import FileError, exclusive
 from parcae.recipe import suggest
@@ -74,10 +74,9 @@ def download_tasks(
         raise ConfigError(f"mirror: {collection!r} is not an address such as {COLLECTION}.")
     with exclusive(folder):
         _keep_others_files(files, folder)
-        server = Server(address.hostname)
         for file in files:
             url = f"{collection.rstrip('/')}/{file.path}"
-            fetch(url, file, folder / file.path, server, report)
+            fetch(url, file, folder / file.path, report=report)
 
 
 def _keep_others_files(files: Sequence[RemoteFile], folder: Path) -> None:
