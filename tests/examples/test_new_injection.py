@@ -1,0 +1,142 @@
+"""An injection from outside the package: radius, FLOPs, telemetry, checkpoint and decoding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parcae
+from parcae.cli import main
+from parcae.model import flops
+from parcae.registry import IMPORT_VARIABLE, INJECTIONS, import_file
+from parcae.training.optim import assign
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "new_injection.py"
+SMOKE = str(ROOT / "recipes" / "smoke.toml")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment():
+    """Nothing stays registered after these tests."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv(IMPORT_VARIABLE, "")
+    patch.setattr(INJECTIONS, "_registered", {})
+    patch.setattr("parcae.registry._imported", set())
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rotation")
+    out, text = folder / "run", folder / "text.txt"
+    text.write_text("".join(f"def add_{n}(a):\n    return a + {n}\n\n" for n in range(2000)))
+    short = ["--budget.steps", "4", "--run.checkpoint_every", "4", "--run.telemetry_every", "2"]
+    use = ["--import", str(EXAMPLE), "--model.injection", "rotation"]
+    data = ["--data.sources", json.dumps([str(text)]), "--model.vocab_size", "320"]
+    assert main(["train", SMOKE, "--out", str(out), *use, *short, *data]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    return parcae.open_checkpoint(run)
+
+
+def in_new_process(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "parcae", *map(str, arguments)]
+    variables = {**os.environ, IMPORT_VARIABLE: "", **variables}
+    return subprocess.run(command, capture_output=True, text=True, env=variables)
+
+
+def test_its_spectral_radius_is_the_largest_decay(trained):
+    injection = trained.model.loop.core.injection
+    with torch.no_grad():
+        largest = torch.exp(-torch.exp(injection.log_rate)).max().item()
+    assert injection.spectral_radius() == pytest.approx(largest, rel=1e-5)
+    assert torch.linalg.eigvals(injection.transition_matrix()).is_complex()
+    assert injection.stability == "stable"
+
+
+def test_its_products_are_counted(trained):
+    """As those of the diagonal injection: a matrix B once per forward."""
+    config = trained.model.config
+    diagonal = parcae.preset("parcae-1m", {"vocab_size": 320, "context_length": 64})
+    assert flops.token_flops(config) == flops.token_flops(diagonal)
+    assert flops.parameter_count(config) == flops.parameter_count(diagonal) - config.width
+
+
+def test_telemetry_measures_it(run, trained):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    measured = [line for line in lines if "spectral_radius" in line]
+    assert [line["step"] for line in measured] == [1, 2, 4]
+    for line in measured:
+        assert 0 < line["spectral_radius"] < 1
+        assert line["transition_norm"] == pytest.approx(line["spectral_radius"], rel=1e-4)
+        assert line["input_norm"] > 0
+
+
+def test_its_parameters_are_trained_by_adamw(trained):
+    injection = trained.model.loop.core.injection
+    assert injection.log_rate.any(), "still at its initial value, zero"
+    names = {name for name, _ in assign(trained.model, "muon-adamw")["adamw"]}
+    assert {f"loop.core.injection.{name}" for name in ("log_rate", "angle", "B")} <= names
+
+
+def test_a_checkpoint_holds_only_its_name(run, trained, capsys, monkeypatch):
+    config = (trained.folder / "config.json").read_text()
+    assert json.loads(config)["model"]["injection"] == "rotation"
+    assert "new_injection" not in config
+    monkeypatch.setattr(INJECTIONS, "_registered", {})
+    assert main(["generate", str(run), "def ", "--new-tokens", "4"]) == 2
+    error = capsys.readouterr().err
+    for part in ("config.json: model.injection: 'rotation' is not a known", "--import FILE"):
+        assert part in error
+
+
+@pytest.mark.slow
+def test_other_processes_import_it(run):
+    words = ("generate", run, "def ", "--new-tokens", 4)
+    assert in_new_process(*words).returncode == 2
+    assert in_new_process(*words, "--import", EXAMPLE).returncode == 0
+    as_a_child = {IMPORT_VARIABLE: str(EXAMPLE)}
+    assert in_new_process(*words, **as_a_child).returncode == 0
+
+
+def test_it_decodes_what_a_whole_forward_predicts(trained):
+    model, tokenizer = trained.model, trained.tokenizer
+    ids = tokenizer.encode("def ")
+    generated = parcae.generate(model, ids, new_tokens=8, temperature=0)
+    tokens = list(ids)
+    for _ in range(8):
+        logits = model(torch.tensor([tokens]), depths=4, state="zero").logits
+        tokens.append(int(logits[0, -1].argmax()))
+    assert list(generated)[-8:] == tokens[-8:]
+
+
+@pytest.mark.slow
+def test_the_script(tmp_path):
+    result = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--out", str(tmp_path / "run"), "--steps", "4"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "FLOPs per token, spectral radius 0." in result.stdout
+    assert "validation loss by loops: {1: " in result.stdout
+
+
+def test_workers_of_a_sweep_import_it(monkeypatch):
+    from parcae.sweeps.launch import environments
+
+    monkeypatch.setattr("parcae.registry._imported", set())
+    monkeypatch.setenv(IMPORT_VARIABLE, "")
+    import_file(EXAMPLE)
+    assert all(own[IMPORT_VARIABLE] == str(EXAMPLE) for own in environments(2))
