@@ -25,10 +25,9 @@ from parcae.console import err, out, table
 from parcae.cpu import keep_freed_memory
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.in_context import InContext, Questions
-from parcae.evaluation.job import DataFile, credit
+from parcae.evaluation.jobs import DataFile, credit
 from parcae.evaluation.prompts import SEEDS
-from parcae.evaluation.scorer import LoopedScorer
-from parcae.evaluation.scoring import score_all
+from parcae.evaluation.scorer import LoopedScorer, batches
 from parcae.evaluation.tasks import locate, tasks_named
 from parcae.files import write_json
 from parcae.runs import open_checkpoint
@@ -61,15 +60,16 @@ def open_questions(names: list[str], folder: Path) -> list[Questions]:
 def ours(scorer: LoopedScorer, job: InContext, items: int) -> list[list[float]]:
     """Losses of every alternative at every depth, item by item."""
     prompts = [job.prompt(index, scorer) for index in range(items)]
-    answers = score_all(scorer, prompts)
-    return [
-        [
-            answer.nats[place].mean().item()
-            for place in range(len(scorer.depths))
-            for answer in found
-        ]
-        for found in answers
-    ]
+    losses: dict[int, list[float]] = {}
+    for batch in batches([scorer.cost(prompt) for prompt in prompts], scorer.batch_tokens):
+        scored = scorer.score([prompts[index] for index in batch])
+        for index, answers in zip(batch, scored, strict=True):
+            losses[index] = [
+                answer.nats[depth].mean().item()
+                for depth in range(len(scorer.depths))
+                for answer in answers
+            ]
+    return [losses[index] for index in range(items)]
 
 
 def plainly(

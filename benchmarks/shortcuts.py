@@ -3,7 +3,7 @@
     parcae train recipes/python.toml --out runs/python
     python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
 
-Held-out rows are decoded token by token with the true text forced (parcae.evaluation.decoding), so
+Held-out rows are decoded token by token with the true text forced (forced_decoding.py), so
 losses are exact and comparable; times are of one sequence at a time, the candidates taking turns.
 Speculation writes text of its own, after beginnings of held-out rows.
 """
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forced_decoding import Decoded, decode_forced
 from parcae import console
 from parcae import plotting as draw
 from parcae.cpu import keep_freed_memory
-from parcae.evaluation.decoding import Decoded, decode_forced
 from parcae.infer.engine import Engine, kernels
 from parcae.infer.exit import ExitRule
 from parcae.infer.network import Network

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from parcae.config import LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.prompts import Prompt
+from parcae.evaluation.scorer import Answer, LoopedScorer, Scorer, batches
 from parcae.model import create
 from parcae.model.store import save
 
@@ -56,6 +58,18 @@ def checkpoint(small_model, small_tokenizer, tmp_path_factory) -> Path:
     save(small_model, folder)
     small_tokenizer.save(folder / "tokenizer.json")
     return folder
+
+
+def score_all(
+    scorer: Scorer, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
+) -> list[list[Answer]]:
+    """The answers to all prompts in their order, scored in batches."""
+    answers: dict[int, list[Answer]] = {}
+    for batch in batches([scorer.cost(prompt) for prompt in prompts], scorer.batch_tokens):
+        chosen = None if seeds is None else [seeds[index] for index in batch]
+        scored = scorer.score([prompts[index] for index in batch], chosen)
+        answers.update(zip(batch, scored, strict=True))
+    return [answers[index] for index in range(len(prompts))]
 
 
 def write_lines(path: Path, rows: list[dict]) -> None:

@@ -4,6 +4,7 @@
     logits = model(tokens, depths=8).logits         # the same weights, looped 8 times
     parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
     model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
+    parcae.evaluate("runs/first", loops=(1, 4, 8))  # or `parcae eval runs/first --loops 1,4,8`
     laws = parcae.fit("runs.csv")                   # scaling laws of a table of runs
 
 A module is imported when one of its names is first used, so `import parcae` is cheap.
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
+    "evaluation.compare": ("compare",),
+    "evaluation.loop_trace": ("trace_loops",),
+    "evaluation.run": ("evaluate",),
     "files": ("FileError",),
     "infer.engine": ("Engine",),
     "infer.generate": ("generate",),
@@ -42,6 +46,9 @@ if TYPE_CHECKING:
     from parcae.config import Curriculum as Curriculum
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
+    from parcae.evaluation.compare import compare as compare
+    from parcae.evaluation.loop_trace import trace_loops as trace_loops
+    from parcae.evaluation.run import evaluate as evaluate
     from parcae.files import FileError as FileError
     from parcae.infer.engine import Engine as Engine
     from parcae.infer.generate import generate as generate

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import parcae
 from conftest import tiny
+from evaluation_fixtures import score_all
 from parcae.config import LoopConfig
 from parcae.evaluation.branches import Bundle, bundles
 from parcae.evaluation.prompts import Prompt, Span, cut_left
-from parcae.evaluation.scorer import LoopedScorer
-from parcae.evaluation.scoring import batches, score_all
+from parcae.evaluation.scorer import LoopedScorer, batches
 from parcae.model import create
 
 tokens = st.lists(st.integers(0, 95), min_size=2, max_size=14)
@@ -90,7 +90,7 @@ def test_what_is_shared_is_computed_once():
     assert held.branches == ((1,), (3, 4))  # the last token of each is predicted, not read
     assert branches == [[0, 2], [1]]
     assert held.positions == [*range(20), 20, 20, 21]
-    assert held.place(1, 21) == 22
+    assert held.index(1, 21) == 22
 
 
 def test_answers_of_one_token_cost_nothing_more():

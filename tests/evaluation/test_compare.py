@@ -15,9 +15,9 @@ from evaluation_fixtures import SENTENCE, write_lines
 from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.compare import choose_loops, compare, only_in_one, ratio, sign_test
-from parcae.evaluation.finished import Evaluation, Key, read_evaluation
-from parcae.evaluation.job import standard_error
+from parcae.evaluation.compare import choose_loops, compare_at, only_in_one, ratio, sign_test
+from parcae.evaluation.jobs import standard_error
+from parcae.evaluation.results import Evaluation, Key, read_evaluation
 from parcae.files import FileError, write_json, write_sealed
 from parcae.model import create
 from parcae.model.store import save
@@ -74,7 +74,7 @@ def test_counts_and_differences_by_hand(tmp_path):
     """Both right, only A, only B twice, neither, and a tie of two alternatives."""
     of_a = [question(i, 0, c) for i, c in enumerate([1, 1, 0, 0, 0, 0.5])]
     of_b = [question(i, c, 0) for i, c in enumerate([1, 0, 1, 1, 0, 1])]
-    found = compare(*both(tmp_path, of_a, of_b), (4, 1))["tasks"]["copa"]
+    found = compare_at(*both(tmp_path, of_a, of_b), (4, 1))["tasks"]["copa"]
     names = ("both_right", "only_a_right", "only_b_right", "neither_right")
     assert [found[name] for name in names] == [1, 1, 3, 1]
     assert found["accuracy"] == {"a": pytest.approx(2.5 / 6), "b": pytest.approx(4 / 6)}
@@ -93,8 +93,10 @@ def test_draws_of_one_question_are_not_independent(tmp_path):
         [question(i, pair[side], seed=s) for i, pair in enumerate(right) for s in (1, 2, 3)]
         for side in (0, 1)
     )
-    thrice = compare(*both(tmp_path / "3", of_a, of_b, loops=(1,)), (1, 1))["tasks"]["copa"]
-    once = compare(*both(tmp_path / "1", of_a[::3], of_b[::3], loops=(1,)), (1, 1))["tasks"]["copa"]
+    thrice = compare_at(*both(tmp_path / "3", of_a, of_b, loops=(1,)), (1, 1))["tasks"]["copa"]
+    once = compare_at(*both(tmp_path / "1", of_a[::3], of_b[::3], loops=(1,)), (1, 1))["tasks"][
+        "copa"
+    ]
     assert (thrice["questions"], thrice["answers"], once["answers"]) == (40, 120, 40)
     for name in ("accuracy", "difference", "standard_error", "questions_better", "p"):
         assert thrice[name] == pytest.approx(once[name])
@@ -105,7 +107,7 @@ def test_items_of_one_side_are_counted(tmp_path):
     of_a = [question(i, 1, 1) for i in range(5)] + [question(0, 1, 1, task="piqa")]
     of_b = [question(i, 1, 1) for i in range(3, 9)] + [question(4, 1, 1, data="other")]
     a, b = both(tmp_path, of_a, of_b)
-    assert compare(a, b, (1, 1))["tasks"]["copa"]["questions"] == 2
+    assert compare_at(a, b, (1, 1))["tasks"]["copa"]["questions"] == 2
     assert only_in_one(a, b) == {"copa": {"a": 3, "b": 5}, "piqa": {"a": 1, "b": 0}}
     assert only_in_one(a, a) == {}
 
@@ -113,10 +115,10 @@ def test_items_of_one_side_are_counted(tmp_path):
 def test_nothing_in_common_is_an_error(tmp_path):
     a, b = both(tmp_path, [question(0, 1, 1)], [question(0, 1, 1, task="piqa")])
     with pytest.raises(FileError, match=r"no item in common\. A has copa; B has piqa"):
-        compare(a, b, (1, 1))
+        compare_at(a, b, (1, 1))
     a, b = both(tmp_path, [question(0, 1, 1)], [question(0, 1, 1, data="d1")])
-    with pytest.raises(FileError, match=r"copa: asked from other files or with other seeds"):
-        compare(a, b, (1, 1))
+    with pytest.raises(FileError, match=r"copa: the data or the seeds differ"):
+        compare_at(a, b, (1, 1))
 
 
 def test_documents_count_only_when_they_are_whole(tmp_path):
@@ -127,7 +129,7 @@ def test_documents_count_only_when_they_are_whole(tmp_path):
     def read(scored: int) -> dict[int, list[float] | None]:
         suites = {"val": {"sha256": "d0", "scored": scored}}
         one = read_evaluation(evaluation(tmp_path / "one", records, (1,), suites))
-        return {key.number: item.nats for key, item in one.items["val"].items()}
+        return {key.index: item.nats for key, item in one.items["val"].items()}
 
     assert read(9) == {0: [3.0]}
     assert read(8) == {0: [3.0], 3: [32.0]}
@@ -135,19 +137,19 @@ def test_documents_count_only_when_they_are_whole(tmp_path):
 
 def test_loops_to_compare_at(tmp_path):
     def having(loops: tuple[int, ...], looped: bool = True) -> Evaluation:
-        return Evaluation(tmp_path, "", looped, loops, 64, {"copa": {}})
+        return Evaluation(str(tmp_path), "", looped, loops, 64, {"copa": {}})
 
     a, b = having((1, 8, 4)), having((2, 4, 1))
     assert choose_loops(a, b, None) == [(8, 4)]
-    assert choose_loops(a, b, "8,2") == [(8, 2)]
-    assert choose_loops(a, b, "4") == [(4, 4)]
+    assert choose_loops(a, b, (8, 2)) == [(8, 2)]
+    assert choose_loops(a, b, 4) == [(4, 4)]
     assert choose_loops(a, b, "each") == [(1, 1), (4, 4)]
     assert choose_loops(having((1,), False), b, "each") == [(1, 2), (1, 4), (1, 1)]
     with pytest.raises(ConfigError, match="loops: B was not scored at 8, but at 2, 4, 1"):
-        choose_loops(a, b, "8")
-    with pytest.raises(ConfigError, match="is not `8`"):
-        choose_loops(a, b, "1,2,3")
-    with pytest.raises(ConfigError, match="no number of loops was scored in both"):
+        choose_loops(a, b, 8)
+    with pytest.raises(ConfigError, match="is not 8"):
+        choose_loops(a, b, (1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="scored at no common number"):
         choose_loops(a, having((2,)), "each")
 
 
@@ -159,15 +161,15 @@ def test_folders_that_are_no_evaluation(tmp_path):
     run = tmp_path / "run"  # which has a result.json of its own
     evaluation(run / "evaluation", [question(0, 1, 1)])
     (run / "result.json").write_text("{}")
-    assert read_evaluation(run).folder == run / "evaluation"
+    assert read_evaluation(run).name == str(run / "evaluation")
     write_sealed(folder / "settings.json", {"loops": [1, 2]})
-    with pytest.raises(FileError, match="not that of the items beside it"):
+    with pytest.raises(FileError, match="are of two evaluations"):
         read_evaluation(folder)
     for damaged in ({"task": "copa"}, question(0, 1), {"task": "copa", "document": 3}):
-        with pytest.raises(FileError, match="not the result and items of an evaluation"):
+        with pytest.raises(FileError, match=r"result\.json or samples\.jsonl is damaged"):
             read_evaluation(evaluation(tmp_path / "b", [damaged]))
     (folder / "result.json").write_text("[]")
-    with pytest.raises(FileError, match="not the result and items of an evaluation"):
+    with pytest.raises(FileError, match=r"result\.json or samples\.jsonl is damaged"):
         read_evaluation(folder)
 
 
@@ -245,7 +247,7 @@ def test_what_only_one_has_is_told(checkpoint, task_folder, tmp_path, capsys):
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     shown = capsys.readouterr().out
-    assert "Items that only A has, left out: lambada (6), wikitext (2)." in shown
+    assert "Items that only A has, not compared: lambada (6), wikitext (2)." in shown
     assert "only B has" not in shown
     assert "+0.0 ± 0.0" in shown
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--loops", "2"]) == 2

@@ -16,10 +16,10 @@ import pytest
 from evaluation_fixtures import write_lines
 from parcae import cli
 from parcae.evaluation.items import read_items
-from parcae.evaluation.job import DataFile
+from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import Passages
-from parcae.evaluation.runner import run
-from parcae.evaluation.samples import Samples
+from parcae.evaluation.results import Samples
+from parcae.evaluation.run import score_job
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.files import FileError
 
@@ -155,7 +155,9 @@ def test_a_changed_task_file_is_scored_anew(scorer, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("first")
     samples = Samples(tmp_path, {"model": "m"})
-    run(Passages("lambada", passages, DataFile(path, "test")), scorer, samples, lambda *_: None)
+    job = Passages("lambada", passages, DataFile(path, "test"))
+    assert list(score_job(job, scorer, samples)) == [0, 2]
+    assert samples.has_all(job)
     path.write_text("second")
     changed = Passages("lambada", passages, DataFile(path, "test"))
     assert not samples.has(changed, 0)

@@ -10,17 +10,15 @@ import torch
 
 from evaluation_fixtures import WORDS, write_lines
 from parcae import cli, console
-from parcae.commands.eval import tables_that_fit
 from parcae.evaluation.in_context import Questions
 from parcae.evaluation.items import read_items
-from parcae.evaluation.job import DataFile
+from parcae.evaluation.jobs import DataFile
+from parcae.evaluation.perplexity import read_wikitext
 from parcae.evaluation.prompts import Prompt, Span
-from parcae.evaluation.published import published_scores
-from parcae.evaluation.samples import Samples
-from parcae.evaluation.scorer import LoopedScorer
-from parcae.evaluation.scoring import read_predictions
+from parcae.evaluation.results import EvaluationResult, Samples
+from parcae.evaluation.scorer import LoopedScorer, read_predictions
+from parcae.evaluation.tables import published_scores, tables
 from parcae.evaluation.tasks import tasks_named
-from parcae.evaluation.texts import read_wikitext
 from parcae.files import FileError
 from parcae.infer.network import Network
 from parcae.infer.sampling import BrokenLogits
@@ -42,14 +40,14 @@ def test_half_a_character_among_the_choices_is_named(kind, tmp_path):
     field = "choices" if kind == "multiple_choice" else "context_options"
     row = {"query": "a", "continuation": "a", field: ["b", "\ud800"], "gold": 0}
     path.write_text(json.dumps(row))
-    with pytest.raises(FileError, match=f"line 1, field {field}: half of a surrogate"):
+    with pytest.raises(FileError, match=f"line 1, field {field}: contains half of a surrogate"):
         read_items(path, kind)
 
 
 def test_damaged_wikitext(tmp_path):
     path = tmp_path / "wiki.test.raw.gz"
     path.write_bytes(b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40)
-    with pytest.raises(FileError, match="not a whole gzip file"):
+    with pytest.raises(FileError, match="not a complete gzip file"):
         read_wikitext(path)
 
 
@@ -58,7 +56,7 @@ def test_texts_without_text(checkpoint, tmp_path, capsys):
     path.write_text('{"text": ""}\n')
     words = ["eval", str(checkpoint), "--val-data", str(path), "--out", str(tmp_path / "out")]
     assert cli.main(words) == 2
-    assert "holds no text" in capsys.readouterr().err
+    assert "contains no text" in capsys.readouterr().err
 
 
 def test_a_diverged_model_is_told_with_its_depth(checkpoint, task_folder, tmp_path, capsys):
@@ -90,7 +88,7 @@ def test_a_depth_at_which_a_model_diverges_is_lost_alone(
     monkeypatch.setattr(Network, "loop", overflows)
     capsys.readouterr()
     found = evaluate("2,3", tmp_path / "lost")
-    assert "T=3 (diverged)" in capsys.readouterr().out
+    assert "the model diverged: T=3." in capsys.readouterr().out
     for suite, expected in sound.items():
         assert found[suite]["by_loops"]["2"] == expected["by_loops"]["2"]
         assert found[suite]["by_loops"]["3"] is None
@@ -100,7 +98,7 @@ def test_a_depth_at_which_a_model_diverges_is_lost_alone(
     both = ["compare", str(tmp_path / "sound"), str(tmp_path / "lost")]
     assert cli.main([*both, "--loops", "2,2"]) == 0
     assert cli.main([*both, "--loops", "2,3"]) == 2
-    assert "no predictions to compare" in capsys.readouterr().err
+    assert "a model diverged at this number" in capsys.readouterr().err
 
 
 def test_a_token_that_cannot_be_said_is_told():
@@ -112,7 +110,7 @@ def test_a_token_that_cannot_be_said_is_told():
 def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
     words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
     assert cli.main([*words, "--suite", ","]) == 2
-    assert "suite: none is named" in capsys.readouterr().err
+    assert "suite: none is given" in capsys.readouterr().err
     twice = ["--suite", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
     assert cli.main([*words, *twice]) == 0
     core = json.loads((tmp_path / "result.json").read_text())["suites"]["core"]
@@ -140,9 +138,8 @@ def test_a_full_disk_says_what_was_kept(scorer, task_folder, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", full)
-    job = type("Job", (), {"name": "a", "seed": None, "source": DataFile(tmp_path, "x")})()
-    object.__setattr__(job.source, "sha256", "0" * 64)
-    with pytest.raises(FileError, match=r"No space left.*is kept; make room"):
+    job = type("Job", (), {"name": "a", "seed": None, "fingerprint": "0" * 64})()
+    with pytest.raises(FileError, match=r"No space left.*are kept; free some space"):
         samples.add(job, {0: {}})
 
 
@@ -181,22 +178,19 @@ def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatc
 
 
 def test_an_evaluation_without_items_binds_nobody(checkpoint, task_folder, tmp_path):
-    """Held-out rows of a run leave no items, so another list of depths is no contradiction."""
+    """A folder with settings but without samples can be used at other numbers of loops."""
     Samples(tmp_path, {"loops": [1, 2, 4]})
     words = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
     assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
 
 
 def test_published_scores_give_way_on_a_narrow_terminal(monkeypatch):
-    result = {
-        "looped": True,
-        "suites": {"core": {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0}},
-    }
-    core = result["suites"]["core"]
-    core |= {"tasks_wanted": 1, "tasks": {"copa": None}, "by_loops": {"1": None}}
+    core = {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0, "tasks_wanted": 1}
+    core |= {"tasks": {"copa": None}, "by_loops": {"1": None}}
+    result = EvaluationResult("model", True, (1,), "zero", 64, None, None, {"core": core}, 0.0)
     published = {"GPT-2": {"copa": 0.2}, "GPT-2 medium": {"copa": 0.3}}
     for width, columns in ((200, 6), (60, 5), (20, 4)):
         monkeypatch.setattr(console.out, "_width", width)
         monkeypatch.setattr(type(console.out), "is_terminal", True)
-        (table,) = tables_that_fit(result, published)
+        (table,) = tables(result, published)
         assert len(table.columns) == columns

@@ -1,13 +1,22 @@
-"""The suite `val` on a run: what training validated on, at any depth."""
+"""The suite `val` on a run: the rows of its validation, at any depth, as resumable items."""
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from dataclasses import asdict, replace
 
 import pytest
 
+import parcae
 from parcae import cli
+from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.loss import losses_by_depth
+from parcae.evaluation.run import evaluate
 from parcae.training import trainer
+from parcae.training.corpora import open_corpora
+from parcae.training.folder import read_recipe
 from parcae.training.peak import Peak
 from training import runs
 
@@ -48,3 +57,56 @@ def test_a_drawn_state_is_drawn_here_too(run, tmp_path):
     drawn = held_out(run, tmp_path / "drawn", "--loops", "1", "--state", "like-init")
     again = held_out(run, tmp_path / "again", "--loops", "1", "--state", "like-init")
     assert drawn["by_loops"] == again["by_loops"] != zero["by_loops"]
+
+
+def test_the_loss_is_that_of_the_rows_in_batches_of_eight(run):
+    """Bit for bit: the sums of the batches are added in their order."""
+    recipe = read_recipe(run)
+    recipe = replace(recipe, run=replace(recipe.run, validation_rows=18))
+    corpora = open_corpora(recipe, run)
+    model = parcae.load(run)
+    table = corpora.bytes_of_token()
+    expected = losses_by_depth(model, corpora.validation(recipe, 8), (1, 3), table)
+    found = evaluate(run, loops=(1, 3), limit=18)
+    assert found.suites["val"]["rows"] == 18
+    assert [record["rows"] for record in found.records] == [8, 8, 2]
+    for depth, loss in expected.items():
+        assert found.suites["val"]["by_loops"][str(depth)] == asdict(loss)
+
+
+@pytest.mark.parametrize("state", ["zero", "like-init"])
+def test_an_interrupted_evaluation_resumes(run, tmp_path, state):
+    """What is drawn depends on the row, not on the batches before it."""
+    words = ("--loops", "1,2", "--limit", "18", "--state", state)
+    complete = held_out(run, tmp_path / "complete", *words)
+    shutil.copytree(tmp_path / "complete", tmp_path / "torn")
+    samples = tmp_path / "torn/samples.jsonl"
+    lines = samples.read_text().splitlines(keepends=True)
+    assert len(lines) == 3
+    samples.write_text(lines[1] + lines[2][:30])
+    (tmp_path / "torn/result.json").unlink()
+    assert held_out(run, tmp_path / "torn", *words) == complete
+    assert samples.read_bytes() == (tmp_path / "complete/samples.jsonl").read_bytes()
+
+
+def test_another_limit_has_other_items(run, tmp_path):
+    few = held_out(run, tmp_path, "--limit", "4", "--loops", "1")
+    more = held_out(run, tmp_path, "--limit", "18", "--loops", "1")
+    assert (few["rows"], more["rows"]) == (4, 18)
+    assert held_out(run, tmp_path, "--limit", "4", "--loops", "1") == few
+
+
+def test_depths_of_a_run_are_compared(run, tmp_path):
+    found = held_out(run, tmp_path, "--limit", "18", "--loops", "1,3")["by_loops"]
+    (text,) = parcae.compare(tmp_path, tmp_path, (1, 3)).table()
+    assert (text["task"], text["metric"], text["items"]) == ("val", "nats per byte", 3)
+    nats = {t: found[t]["bits_per_byte"] * math.log(2) for t in ("1", "3")}
+    assert text["a"] == pytest.approx(nats["1"])
+    assert text["difference"] == pytest.approx(nats["3"] - nats["1"])
+
+
+def test_shards_with_another_tokenizer_are_refused(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    Tokenizer.train(["other words"] * 5, size=270).save(copy / "tokenizer.json")
+    assert cli.main(["eval", str(copy), "--out", str(tmp_path / "out")]) == 2
+    assert "its tokenizer is not that of" in capsys.readouterr().err

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from evaluation_fixtures import score_all
 from parcae import cli
-from parcae.evaluation.hf_scorer import ForeignScorer, tokenizer_fingerprint
-from parcae.evaluation.opening import is_foreign, open_scorer
+from parcae.evaluation.hf_scorer import HFScorer, tokenizer_fingerprint
 from parcae.evaluation.perplexity import continuations
 from parcae.evaluation.prompts import Span, cut_left
-from parcae.evaluation.scoring import score_all
+from parcae.evaluation.scorer import is_transformers_model, open_scorer
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
 
@@ -49,7 +49,7 @@ def folder(request, small_tokenizer, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_every_sequence_as_alone(folder: Path):
-    scorer = ForeignScorer.open(str(folder), batch_tokens=70)
+    scorer = HFScorer.open(str(folder), batch_tokens=70)
     assert scorer.context_length == 48
     prompts = [
         continuations("the cat sat on a mat", [" and saw", " one dog run"], scorer),
@@ -68,7 +68,7 @@ def test_every_sequence_as_alone(folder: Path):
 
 @pytest.mark.slow
 def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
-    assert is_foreign(folder)
+    assert is_transformers_model(folder)
     words = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
     assert cli.main([*words, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
@@ -80,7 +80,7 @@ def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["eval", "nobody/nothing", "--out", str(tmp_path)]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
-    assert not is_foreign(tmp_path)
+    assert not is_transformers_model(tmp_path)
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_options_of_our_models_are_refused(folder: Path, tmp_path: Path, capsys)
 
 def test_another_tokenizer_is_another_model(folder: Path):
     """With other merges the same weights read other tokens."""
-    scorer = ForeignScorer.open(str(folder))
+    scorer = HFScorer.open(str(folder))
     before = tokenizer_fingerprint(scorer.tokenizer)
-    assert before == tokenizer_fingerprint(ForeignScorer.open(str(folder)).tokenizer)
+    assert before == tokenizer_fingerprint(HFScorer.open(str(folder)).tokenizer)
     assert before in open_scorer(folder).identity
     scorer.tokenizer.backend_tokenizer.normalizer = pytest.importorskip(
         "tokenizers"
@@ -124,21 +124,21 @@ def test_a_model_that_reads_both_ways_is_refused(small_tokenizer):
             bos_token_id=0, eos_token_id=1, model_max_length=48, encode=lambda text, **_: [5]
         )
         if is_decoder:
-            ForeignScorer(model, tokenizer)
+            HFScorer(model, tokenizer)
         else:
             with pytest.raises(ValueError, match="not a causal model"):
-                ForeignScorer(model, tokenizer)
+                HFScorer(model, tokenizer)
 
 
 def test_a_context_can_be_given_where_the_model_names_none(folder: Path):
-    scorer = ForeignScorer.open(str(folder))
+    scorer = HFScorer.open(str(folder))
     silent = SimpleNamespace(
         config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
     )
     scorer.tokenizer.model_max_length = 10**30
     with pytest.raises(ValueError, match="--context"):
-        ForeignScorer(silent, scorer.tokenizer)
-    assert ForeignScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
+        HFScorer(silent, scorer.tokenizer)
+    assert HFScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
     assert open_scorer(folder, context=24).context_length == 24
 
 
@@ -151,7 +151,7 @@ def test_a_broken_folder_is_told_in_one_line(folder: Path, tmp_path: Path, capsy
 
 def test_logits_of_one_pass_at_a_time_are_held(folder: Path, monkeypatch):
     """A vocabulary is large: what one pass made is gone before the next begins."""
-    scorer = ForeignScorer.open(str(folder), batch_tokens=8)
+    scorer = HFScorer.open(str(folder), batch_tokens=8)
     made = []
     inner = scorer._logits
 

@@ -11,10 +11,11 @@ import torch
 
 import one_at_a_time
 import parcae
+from evaluation_fixtures import score_all
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.in_context import InContext, Questions
 from parcae.evaluation.items import Item
-from parcae.evaluation.job import DataFile, credit
+from parcae.evaluation.jobs import DataFile, credit
 from parcae.evaluation.prompts import (
     SEEDS,
     Prompt,
@@ -24,8 +25,7 @@ from parcae.evaluation.prompts import (
     shuffled,
     tokenised,
 )
-from parcae.evaluation.scorer import LoopedScorer
-from parcae.evaluation.scoring import Answer, score_all
+from parcae.evaluation.scorer import Answer, LoopedScorer
 from parcae.evaluation.tasks import core, core_extended, locate, tasks_named
 
 NAMES = [task.name for task in core_extended()]

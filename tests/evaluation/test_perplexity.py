@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evaluation_fixtures import score_all
 from parcae import cli
 from parcae.config import ConfigError
-from parcae.evaluation.perplexity import continuations, windows
-from parcae.evaluation.scoring import score_all
-from parcae.evaluation.texts import articles, as_written, read_wikitext
+from parcae.evaluation.perplexity import (
+    continuations,
+    detokenise,
+    read_wikitext,
+    split_articles,
+    windows,
+)
 
 lm_eval_utils = pytest.importorskip("lm_eval.utils", reason="the extra eval is not installed")
 
@@ -37,12 +42,12 @@ def test_wikitext_is_cut_and_written_as_in_the_harness(shared_data: Path):
     found = read_wikitext(shared_data / "data/corpora/wikitext2_raw/wiki.test.raw.gz")
     assert len(found) == 62  # documents in the test split of the harness's data set
     for article in found:
-        assert as_written(article) == wikitext_detokenizer({"page": article})
+        assert detokenise(article) == wikitext_detokenizer({"page": article})
 
 
 def test_subtitles_begin_no_article():
     text = " \n = A = \n one \n = = B = = \n two \n = C = \n three"
-    assert [part.split()[1] for part in articles(text)] == ["A", "C"]
+    assert [part.split()[1] for part in split_articles(text)] == ["A", "C"]
 
 
 def ask(*requests):
@@ -196,7 +201,7 @@ def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monke
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(rows) == 12
 
-    from parcae.evaluation.opening import open_scorer
+    from parcae.evaluation.scorer import open_scorer
 
     ours = open_scorer(checkpoint, [2])
     right = 0.0

@@ -1,4 +1,4 @@
-"""Evaluation tasks fetched from a small server of our own that misbehaves on demand."""
+"""Evaluation tasks downloaded from a local server that fails on demand."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 from parcae import cli
-from parcae.commands.eval import SUITES as EVAL_SUITES
 from parcae.config import ConfigError
 from parcae.data.hub import RemoteFile
-from parcae.evaluation import download
-from parcae.evaluation.download import SUITES, download_tasks, of_tasks, wanted
+from parcae.evaluation import download, suites
+from parcae.evaluation.download import download_tasks, files_of, files_of_tasks
 from parcae.evaluation.tasks import Task, core_extended, find, locate, tasks_named
 from parcae.files import FileError
 
@@ -92,8 +91,8 @@ def here(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
-    found = of_tasks(tasks)
-    assert found.left_out == {download.NO_CHECKSUM: ("squad",)}
+    found = files_of_tasks(tasks)
+    assert found.omitted == {download.NO_CHECKSUM: ("squad",)}
     download_tasks(found.files, tmp_path, collection=server.address)
     assert here(tmp_path) == server.files
     for task in tasks[:-1]:
@@ -105,7 +104,7 @@ def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
 
 @pytest.mark.slow
 def test_the_token_of_the_hub_stays_with_the_hub(server, tasks, tmp_path):
-    download_tasks(of_tasks(tasks).files, tmp_path, collection=server.address)
+    download_tasks(files_of_tasks(tasks).files, tmp_path, collection=server.address)
     assert "host" in server.headers_seen
     assert not server.headers_seen & {"authorization", "cookie"}
 
@@ -119,7 +118,7 @@ def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
         if file.path == tasks[1].file and bytes_here >= 12_000:
             raise Killed
 
-    files = of_tasks(tasks).files
+    files = files_of_tasks(tasks).files
     server.drop_after = [5_000]
     with pytest.raises(Killed):
         download_tasks(files, tmp_path, collection=server.address, report=kill)
@@ -133,7 +132,7 @@ def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_file_never_gets_its_name(server, tasks, tmp_path):
-    files = of_tasks(tasks).files
+    files = files_of_tasks(tasks).files
     server.damage.add(tasks[1].file)
     with pytest.raises(FileError, match=r"sent by 127\.0\.0\.1 has a wrong checksum"):
         download_tasks(files, tmp_path, collection=server.address)
@@ -148,16 +147,16 @@ def test_a_version_of_somebody_else_is_kept(server, tasks, tmp_path):
     own = tmp_path / tasks[1].file
     own.parent.mkdir(parents=True)
     own.write_text("my own version")
-    with pytest.raises(FileError, match=r"hellaswag\.jsonl: not what the table.*another folder"):
-        download_tasks(of_tasks(tasks).files, tmp_path, collection=server.address)
+    with pytest.raises(FileError, match=r"hellaswag\.jsonl: exists with another content"):
+        download_tasks(files_of_tasks(tasks).files, tmp_path, collection=server.address)
     assert own.read_text() == "my own version"
     assert not server.requests
 
 
 @pytest.mark.slow
 def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
-    files = of_tasks(tasks).files
-    with pytest.raises(ConfigError, match=r"mirror: 'data/tasks' is not an address"):
+    files = files_of_tasks(tasks).files
+    with pytest.raises(ConfigError, match=r"mirror: 'data/tasks' is not an http"):
         download_tasks(files, tmp_path, collection="data/tasks")
     del server.files[tasks[0].file]
     with pytest.raises(FileError, match=r"copa\.jsonl: refused by 127\.0\.0\.1.*404"):
@@ -169,27 +168,26 @@ def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
 
 
 def test_what_suites_want():
-    assert set(SUITES) < set(EVAL_SUITES)
-    core, extended = wanted("core"), wanted("core-extended")
+    core, extended = files_of("core"), files_of("core-extended")
     assert {file.path for file in core.files} < {file.path for file in extended.files}
-    assert set(extended.left_out[download.NO_CHECKSUM]) == UNVERIFIABLE
-    assert core.left_out == {download.NO_CHECKSUM: ("squad",)}
+    assert set(extended.omitted[download.NO_CHECKSUM]) == UNVERIFIABLE
+    assert core.omitted == {download.NO_CHECKSUM: ("squad",)}
     lambada = "language_understanding/lambada_openai.jsonl"
-    assert [file.path for file in wanted("lambada").files] == [lambada]
-    assert len(wanted("zero-shot").files) == 4
-    assert wanted("zero-shot").left_out == {download.ELSEWHERE: ("piqa", "sciq")}
+    assert [file.path for file in files_of("lambada").files] == [lambada]
+    assert len(files_of("zero-shot").files) == 4
+    assert files_of("zero-shot").omitted == {download.ELSEWHERE: ("piqa", "sciq")}
     with pytest.raises(ConfigError, match="Did you mean core"):
-        wanted("cores")
+        files_of("cores")
 
 
 @pytest.mark.slow
 def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(download, "core", lambda: tasks)
+    monkeypatch.setattr(suites, "core", lambda: tasks)
     words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
     assert cli.main(words) == 0
     told = capsys.readouterr()
     assert "core: 3 files downloaded and verified, 58.7 KiB." in told.out
-    assert "Not downloaded: squad (no checksum is known" in told.out
+    assert "Not downloaded: squad (no known checksum" in told.out
     assert f"--suite core --eval-data {tmp_path}" in told.out
     assert f"{tasks[0].file}: 19.6 KiB" in told.err
     assert here(tmp_path) == server.files
@@ -200,7 +198,7 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     [
         (["cor"], "Did you mean core"),
         (["core", "--first-files", "2"], "Omit them"),
-        (["core", "--mirror", "nowhere"], "not an address"),
+        (["core", "--mirror", "nowhere"], "not an http(s) address"),
         (["someone/texts", "--mirror", "http://127.0.0.1"], "HF_ENDPOINT"),
     ],
 )
@@ -214,7 +212,7 @@ def test_the_table_states_what_the_files_are(shared_data):
     """Every file with a checksum, uncompressed."""
     folder = shared_data / "data"
     seen = 0
-    for file in wanted("core-extended").files:
+    for file in files_of("core-extended").files:
         path = find(folder, file.path)
         assert path is not None, file.path
         data = path.read_bytes()

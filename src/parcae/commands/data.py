@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from parcae import console
 from parcae.config import require
+from parcae.evaluation.suites import DOWNLOADABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -281,7 +282,7 @@ def _register_download(actions: Any) -> None:
         "name",
         metavar="NAME",
         help="a dataset such as fineweb-edu-10bt or owner/name:folder, or a suite of tasks: "
-        "core, core-extended, zero-shot or lambada",
+        f"{', '.join(DOWNLOADABLE)}",
     )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="folder for the files")
     parser.add_argument(
@@ -300,11 +301,10 @@ def _register_download(actions: Any) -> None:
 
 def run_download(arguments: argparse.Namespace) -> int:
     from parcae.data.hub import resolve
-    from parcae.evaluation.download import SUITES
 
-    if arguments.name in SUITES:
+    if arguments.name in DOWNLOADABLE:
         return _download_tasks(arguments)
-    resolve(arguments.name, SUITES)
+    resolve(arguments.name, DOWNLOADABLE)
     return _download_dataset(arguments)
 
 
@@ -335,7 +335,7 @@ def _download_dataset(arguments: argparse.Namespace) -> int:
 
 
 def _download_tasks(arguments: argparse.Namespace) -> int:
-    from parcae.evaluation.download import COLLECTION, download_tasks, wanted
+    from parcae.evaluation.download import COLLECTION, download_tasks, files_of
 
     require(
         arguments.revision is None and arguments.first_files is None,
@@ -344,13 +344,13 @@ def _download_tasks(arguments: argparse.Namespace) -> int:
         "Omit them.",
     )
     suite, out = arguments.name, arguments.out
-    tasks = wanted(suite)
+    tasks = files_of(suite)
     with _file_progress() as report:
         download_tasks(tasks.files, out, collection=arguments.mirror or COLLECTION, report=report)
     count = "1 file" if len(tasks.files) == 1 else f"{len(tasks.files)} files"
     lines = [f"{suite}: {count} downloaded and verified, {console.format_bytes(tasks.bytes)}."]
     lines += [
-        f"Not downloaded: {', '.join(names)} ({why})." for why, names in tasks.left_out.items()
+        f"Not downloaded: {', '.join(names)} ({why})." for why, names in tasks.omitted.items()
     ]
     lines.append(f"Next: parcae eval CHECKPOINT --suite {suite} --eval-data {out}")
     for line in lines:

@@ -7,44 +7,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.evaluation.depth import DepthProfile
+    from parcae.evaluation.loop_trace import LoopTrace
 
-MOST_LOOPS = 256
-MOST_TOKENS = 1024
-"""What a picture has room for."""
+MAX_LOOPS = 256
+MAX_TOKENS = 1024
+"""Limits of a readable figure."""
+FIGURE_TYPES = (".png", ".svg", ".pdf")
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "depth",
-        help="show how loss, state and prediction evolve over the loops, token by token",
-        epilog="The picture shows a loop in each row and a token in each column; a line marks the "
-        "loop after which the likeliest token stays the same.",
+        help="show how loss, state and prediction change over the loops, token by token",
+        epilog="The figure has a row for each loop and a column for each token; a line marks the "
+        "loop after which the likeliest token no longer changes.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="folder of a model, of a run, or RUN/checkpoints/…"
+        "checkpoint", metavar="CHECKPOINT", help="folder of a model, a run or a checkpoint"
     )
     parser.add_argument("text", metavar="TEXT", help="text, @file, or - for standard input")
     parser.add_argument(
         "--loops",
         type=int,
         metavar="T",
-        help=f"loops, at most {MOST_LOOPS} (default: the mean in training)",
+        help=f"number of loops, at most {MAX_LOOPS} (default: the mean in training)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=64, metavar="N", help="of a longer text, the first N"
+        "--tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help=f"use the first N tokens of the text, at most {MAX_TOKENS:,} (default: 64)",
     )
     parser.add_argument(
         "--out",
         type=Path,
-        metavar="PICTURE",
-        help=".png, .svg or .pdf (default: RUN/depth.png; out/depth.png if it is not a run)",
+        metavar="FILE",
+        help="figure as .png, .svg or .pdf (default: RUN/depth.png, or out/depth.png for a model "
+        "that is not part of a run)",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="where it is not beside")
     parser.add_argument(
-        "--best", action="store_true", help="a run's best checkpoint instead of its newest"
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="tokenizer of the model (default: tokenizer.json in its folder or its run)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="use a run's checkpoint with the lowest validation loss (default: the newest)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the values as JSON (default: as a table)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,36 +69,35 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     text = read_words(arguments.text)
 
-    from parcae import console  # wrong usage need not wait for these
+    from parcae import console  # errors in the arguments need not wait for these imports
     from parcae.config import ConfigError, require
-    from parcae.evaluation.depth import follow
-    from parcae.evaluation.depth_map import picture
+    from parcae.evaluation.loop_trace import draw_trace, trace_loops
     from parcae.infer.sampling import BrokenLogits
     from parcae.runs import open_checkpoint
 
     model, tokenizer, folder = open_checkpoint(
         arguments.checkpoint, arguments.tokenizer, arguments.best
     )
-    whole = tokenizer.encode(text)
-    require(bool(whole), "text", "it is empty", "Give a few words.")
-    kept = whole[: min(arguments.tokens, model.config.context_length)]
+    tokens = tokenizer.encode(text)
+    require(bool(tokens), "text", "it is empty", "Give at least one word.")
+    used = tokens[: min(arguments.tokens, model.config.context_length)]
     try:
-        profile = follow(model, [tokenizer.bos, *kept], arguments.loops)
+        trace = trace_loops(model, [tokenizer.bos, *used], arguments.loops)
     except BrokenLogits as error:
         raise ConfigError(f"{folder}: {error}") from None
-    spelled = [word.decode(errors="replace") for word in tokenizer.token_bytes]
-    spelled += [f"#{token}" for token in range(len(spelled), model.config.vocab_size)]
-    labels = [spelled[token] for token in kept]
+    texts = [token.decode(errors="replace") for token in tokenizer.token_bytes]
+    texts += [f"#{token}" for token in range(len(texts), model.config.vocab_size)]
     out = arguments.out or _default_path(folder)
-    path = picture(profile, labels, f"{_name(folder)}, loop by loop", out)
-    if len(kept) < len(whole):
-        words = f"The first {len(kept)} of {len(whole)} tokens; --tokens takes more, up to the "
-        words += f"model's context of {model.config.context_length}."
-        console.err.print(words, style="yellow", highlight=False, soft_wrap=True)
+    labels = [texts[token] for token in used]
+    path = draw_trace(trace, labels, f"{_name(folder)}, loop by loop", out)
+    if len(used) < len(tokens):
+        warning = f"Used the first {len(used)} of {len(tokens)} tokens. --tokens sets the number, "
+        warning += f"up to the model's context length of {model.config.context_length}."
+        console.err.print(warning, style="yellow", highlight=False, soft_wrap=True)
     if arguments.json:
-        _print_json(profile, spelled, folder, path, len(whole))
+        _print_json(trace, texts, folder, path, len(tokens))
     else:
-        _print_table(profile, spelled)
+        _print_table(trace, texts)
         console.out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -91,15 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     from parcae.config import require
 
-    out, kinds = arguments.out, (".png", ".svg", ".pdf")
-    is_picture = out is None or out.suffix in kinds
-    require(is_picture, "--out", f"{out} is no picture", "Use .png, .svg or .pdf.")
-    for flag, value, most in (
-        ("--loops", arguments.loops, MOST_LOOPS),
-        ("--tokens", arguments.tokens, MOST_TOKENS),
+    out = arguments.out
+    is_figure = out is None or out.suffix in FIGURE_TYPES
+    require(is_figure, "--out", f"{out} is not a figure", "Use .png, .svg or .pdf.")
+    for option, value, limit in (
+        ("--loops", arguments.loops, MAX_LOOPS),
+        ("--tokens", arguments.tokens, MAX_TOKENS),
     ):
-        fits = value is None or 1 <= value <= most
-        require(fits, flag, f"{value} is out of range", f"Use 1 to {most:,}.")
+        fits = value is None or 1 <= value <= limit
+        require(fits, option, f"{value} is out of range", f"Use 1 to {limit:,}.")
 
 
 def _default_path(folder: Path) -> Path:
@@ -122,56 +136,58 @@ def shown_depths(loops: int) -> list[int]:
     return sorted({2**k for k in range(loops.bit_length()) if 2**k <= loops} | {loops})
 
 
-def _print_table(profile: DepthProfile, spelled: list[str]) -> None:
+def _print_table(trace: LoopTrace, texts: list[str]) -> None:
     from parcae import console
 
-    depths = shown_depths(profile.loops)
-    settled = profile.settled.tolist()
-    first, last = profile.predicted[0].tolist(), profile.predicted[-1].tolist()
+    depths = shown_depths(trace.loops)
+    settled = trace.settled.tolist()
+    first, last = trace.predicted[0].tolist(), trace.predicted[-1].tolist()
     rows = [
         (
-            repr(spelled[token]),
-            *(f"{profile.loss[t - 1, place]:.2f}" for t in depths),
-            f"{profile.change[-1, place]:.2g}",
-            settled[place],
-            repr(spelled[first[place]]),
-            repr(spelled[last[place]]),
+            repr(texts[token]),
+            *(f"{trace.loss[t - 1, index]:.2f}" for t in depths),
+            f"{trace.change[-1, index]:.2g}",
+            settled[index],
+            repr(texts[first[index]]),
+            repr(texts[last[index]]),
         )
-        for place, token in enumerate(profile.targets.tolist())
+        for index, token in enumerate(trace.targets.tolist())
     ]
-    means = (f"{profile.loss[t - 1].mean():.2f}" for t in depths)
-    change = f"{profile.change[-1].mean():.2g}"
+    means = (f"{trace.loss[t - 1].mean():.2f}" for t in depths)
+    change = f"{trace.change[-1].mean():.2g}"
     rows.append(("mean", *means, change, f"{sum(settled) / len(settled):.1f}", "", ""))
-    columns = ("token", *(f"T={t}" for t in depths), "moves", "settled")
-    columns = (*columns, "T=1 says", f"T={profile.loops} says")
-    title = "Loss in nats after T loops; how far the last loop moves; when the prediction settled"
+    columns = ("token", *(f"T={t}" for t in depths), "last change", "settled at")
+    columns = (*columns, "prediction T=1", f"prediction T={trace.loops}")
+    title = (
+        "Loss in nats after T loops; relative change of the state by the last loop; loop after "
+        "which the prediction no longer changes"
+    )
     console.out.print(console.table(title, columns, rows))
 
 
 def _print_json(
-    profile: DepthProfile, spelled: list[str], folder: Path, path: Path, whole: int
+    trace: LoopTrace, texts: list[str], folder: Path, path: Path, token_count: int
 ) -> None:
     import json
 
-    tokens = profile.targets.tolist()
     tree: dict[str, Any] = {
         "checkpoint": str(folder),
         "picture": str(path),
-        "loops": profile.loops,
-        "tokens_of_text": whole,
-        "mean_loss": profile.loss.mean(1).tolist(),
-        "mean_change": profile.change.mean(1).tolist(),
+        "loops": trace.loops,
+        "tokens_of_text": token_count,
+        "mean_loss": trace.loss.mean(1).tolist(),
+        "mean_change": trace.change.mean(1).tolist(),
         "tokens": [
             {
                 "token": token,
-                "text": spelled[token],
-                "loss": profile.loss[:, place].tolist(),
-                "change": profile.change[:, place].tolist(),
-                "predicted": profile.predicted[:, place].tolist(),
-                "predicted_text": [spelled[one] for one in profile.predicted[:, place].tolist()],
-                "settled": int(profile.settled[place]),
+                "text": texts[token],
+                "loss": trace.loss[:, index].tolist(),
+                "change": trace.change[:, index].tolist(),
+                "predicted": trace.predicted[:, index].tolist(),
+                "predicted_text": [texts[other] for other in trace.predicted[:, index].tolist()],
+                "settled": int(trace.settled[index]),
             }
-            for place, token in enumerate(tokens)
+            for index, token in enumerate(trace.targets.tolist())
         ],
     }
     print(json.dumps(tree, ensure_ascii=False, allow_nan=False))

@@ -1,7 +1,7 @@
-"""`parcae lm-eval`: lm-evaluation-harness's own command, with our models known to it.
+"""`parcae lm-eval`: the command of lm-evaluation-harness, with the model type `parcae`.
 
-The harness has no place where other packages could announce their models, so its command is started
-from here, after the name `parcae` is registered. Every word is passed on.
+The harness has no plugin mechanism for models, so its command is started from here, after `parcae`
+is registered. All arguments are passed on.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     subparsers.add_parser(
         NAME,
         add_help=False,
-        help="lm-evaluation-harness, with --model parcae --model_args path=CHECKPOINT,loops=8",
+        help="run lm-evaluation-harness with --model parcae --model_args path=CHECKPOINT,loops=8",
     )
 
 
-def pass_on(words: Sequence[str]) -> int:
+def pass_on(arguments: Sequence[str]) -> int:
     from parcae.config import ConfigError
 
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:
         raise ConfigError(
-            "lm-eval: the harness is not installed: pip install 'parcae[eval]'."
+            "lm-eval: not installed. Install it by pip install 'parcae[eval]'."
         ) from None
-    import parcae.evaluation.harness  # noqa: F401  (registers the name)
+    import parcae.evaluation.harness  # noqa: F401  (registers the model type)
     from parcae.infer.sampling import BrokenLogits
 
-    before, sys.argv = sys.argv, ["lm_eval", *words]
+    original, sys.argv = sys.argv, ["lm_eval", *arguments]
     try:
         cli_evaluate()
     except BrokenLogits as error:
         raise ConfigError(f"lm-eval: {error}") from None
     finally:
-        sys.argv = before
+        sys.argv = original
     return 0

@@ -1,14 +1,14 @@
-"""Token sequences that begin alike, computed together: what they share is computed once.
+"""Sequences with a common beginning, computed together: the shared tokens are computed once.
 
-A bundle is a shared beginning and the branches that go on from it. Bundles lie end to end as one
-row of tokens, the beginning first, then branch after branch; products and norms see plain tokens,
-and only attention knows who follows whom:
+A bundle is a shared beginning and the branches that continue it. Bundles lie end to end as one row
+of tokens, the beginning first, then branch after branch. Matrix products and norms see plain
+tokens; only attention treats them differently:
 
     tokens of the beginning    attend to the beginning, causally
     tokens of a branch         attend to all of the beginning, and to their own branch causally
 
-All tokens that see each other pass through a layer together, so nothing outlives the layer: there
-is no cache, and any number of loops can be read from one pass.
+All tokens that attend to each other pass through a layer together, so nothing is kept between
+layers: there is no cache, and any number of loops can be read from one pass.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Bundle:
         """Of each token in its own sequence."""
         begin = len(self.shared)
         tails = (range(begin, begin + len(branch)) for branch in self.branches)
-        return [*range(begin), *(place for tail in tails for place in tail)]
+        return [*range(begin), *(position for tail in tails for position in tail)]
 
-    def place(self, branch: int, position: int) -> int:
-        """Where a branch's sequence has its token at `position`."""
+    def index(self, branch: int, position: int) -> int:
+        """Index in the bundle of the token at `position` of a branch's sequence."""
         if position < len(self.shared):
             return position
         return position + sum(self.shape[1 : branch + 1])
@@ -64,31 +64,31 @@ def bundle(sequences: Sequence[tuple[int, ...]]) -> Bundle:
 
 
 def bundles(prompt: Prompt) -> Iterator[tuple[Bundle, list[list[int]]]]:
-    """Each with the alternatives that are its branches. A scored span's last token is predicted
-    but never read, so answers of one token are one branch, and equal sequences too. Sequences that
-    were cut at different places share nothing."""
+    """The bundles of a prompt, each with the alternatives of its branches. The last token of a
+    scored span is predicted but never read, so answers of one token are one branch, as are equal
+    sequences. Sequences that were cut at different positions share nothing."""
     groups: dict[int, dict[tuple[int, ...], list[int]]] = {}
-    for place, (tokens, span) in enumerate(zip(prompt.sequences, prompt.spans, strict=True)):
-        dropped = prompt.lengths[place] - len(tokens)
-        groups.setdefault(dropped, {}).setdefault(tokens[: span.end - 1], []).append(place)
+    for index, (tokens, span) in enumerate(zip(prompt.sequences, prompt.spans, strict=True)):
+        dropped = prompt.lengths[index] - len(tokens)
+        groups.setdefault(dropped, {}).setdefault(tokens[: span.end - 1], []).append(index)
     for group in groups.values():
         together = bundle(list(group))
         if len(together.shared) >= max(together.shape[1:]):
             yield together, list(group.values())
-        else:  # what little they share would not pay for a mask over all of them
-            for tokens, places in group.items():
-                yield Bundle(tokens, ((),)), [places]
+        else:  # they share so little that a mask over all of them costs more
+            for tokens, alternatives in group.items():
+                yield Bundle(tokens, ((),)), [alternatives]
 
 
 class Kept:
-    """Keys and values of the layer at work."""
+    """Keys and values of the current layer."""
 
     k: Tensor
     v: Tensor
 
 
 class Scratch:
-    """Stands where decoding has its cache. One layer's keys and values suffice."""
+    """Takes the place of the cache of decoding: the keys and values of one layer suffice."""
 
     def __init__(self, layout: Layout) -> None:
         kept = Kept()
@@ -109,7 +109,7 @@ class Alike:
     size: int
     shared: int
     mask: Tensor | None
-    """What branches see of their bundle [branch tokens, size], added to scores."""
+    """Attention mask of the branches [branch tokens, size], added to the scores."""
 
     def part(self, x_NHE: Tensor) -> Tensor:
         """These bundles' tokens [count, H, size, E]."""
@@ -125,14 +125,14 @@ class Alike:
 
 
 class Branches:
-    """The attention of one pass over bundles, where decoding has its `Work`."""
+    """The attention of one pass over bundles; takes the place of the `Work` of decoding."""
 
-    def __init__(self, held: Sequence[Bundle], device: torch.device) -> None:
-        self.ids = [token for one in held for token in one.ids]
-        self.positions = [place for one in held for place in one.positions]
+    def __init__(self, bundles: Sequence[Bundle], device: torch.device) -> None:
+        self.ids = [token for bundle in bundles for token in bundle.ids]
+        self.positions = [position for bundle in bundles for position in bundle.positions]
         self.id_tensor = torch.tensor(self.ids, device=device)
         self.position_tensor = torch.tensor(self.positions, device=device)
-        self._alike = list(_alike(held, device))
+        self._alike = list(_alike(bundles, device))
 
     def write(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:
         kept.k, kept.v = k_NKE, v_NKE
@@ -151,9 +151,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _alike(held: Sequence[Bundle], device: torch.device) -> Iterator[Alike]:
+def _alike(bundles: Sequence[Bundle], device: torch.device) -> Iterator[Alike]:
     start = 0
-    for shape, group in groupby(held, key=lambda one: one.shape):
+    for shape, group in groupby(bundles, key=lambda bundle: bundle.shape):
         count, size = len(list(group)), sum(shape)
         yield Alike(start, count, size, shape[0], _mask(shape, device))
         start += count * size

@@ -1,84 +1,171 @@
-"""Two evaluations item by item: what one answers and the other does not, and how sure that is.
+"""`parcae.compare`: two evaluations item by item, with the uncertainty of their difference.
 
-    compare(a, b, (8, 8))      A at 8 loops against B at 8, task by task; differences are B - A
+    comparison = parcae.compare("runs/a", "runs/b")        differences are B - A
+    pandas.DataFrame(comparison.table())
 
-Both answered the same questions, so the error of the difference is that of the paired differences,
-which is smaller than the errors of the two scores suggest. A question asked with several draws of
-examples is one question: its answers are averaged before anything is estimated.
+Both evaluations answered the same questions, so the standard error of the difference is that of
+the paired differences, which is smaller than the errors of the two scores suggest. A question asked
+with several draws of few-shot examples is one question: its answers are averaged first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError
-from parcae.evaluation.finished import Evaluation, Item, Key
-from parcae.evaluation.job import mean, standard_error
+from parcae.evaluation.jobs import mean, standard_error
+from parcae.evaluation.results import Evaluation, EvaluationResult, ItemScore, Key, evaluation_of
 from parcae.files import FileError
 
-Pair = tuple[Item, Item]
+Pair = tuple[ItemScore, ItemScore]
 Loops = tuple[int, int]
 """Of A and of B."""
 
 
-def choose_loops(a: Evaluation, b: Evaluation, words: str | None) -> list[Loops]:
-    """The deepest of each; `8` or `4,8` for one's own choice; `each` for every depth both have."""
-    if words is None:
+@dataclass(frozen=True)
+class Side:
+    """One of the two evaluations."""
+
+    folder: str
+    checkpoint: str
+    looped: bool
+    loops: tuple[int, ...]
+    context_length: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    a: Side
+    b: Side
+    comparisons: list[dict[str, Any]]
+    """One for each pair of numbers of loops: `tasks` with right answers, `texts` with losses."""
+    only_in_one: dict[str, dict[str, int]]
+    """By task, how many items only A or only B has; they are not compared."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row for each pair of numbers of loops, task and metric; `p` is of a sign test."""
+        return [
+            {
+                "loops_a": comparison["loops"]["a"],
+                "loops_b": comparison["loops"]["b"],
+                "task": task,
+                "metric": entry.get("unit", "accuracy"),
+                "items": entry.get("questions", entry.get("items")),
+                "a": values["a"],
+                "b": values["b"],
+                "difference": entry["difference"],
+                "standard_error": entry["standard_error"],
+                "p": entry.get("p"),
+            }
+            for comparison in self.comparisons
+            for key, metric in (("tasks", "accuracy"), ("texts", "nats"))
+            for task, entry in comparison[key].items()
+            for values in (entry[metric],)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """What `parcae compare --json` prints."""
+        sides = {
+            name: {**asdict(side), "loops": list(side.loops)}
+            for name, side in (("a", self.a), ("b", self.b))
+        }
+        return {**sides, "comparisons": self.comparisons, "only_in_one": self.only_in_one}
+
+
+def compare(
+    a: str | Path | EvaluationResult,
+    b: str | Path | EvaluationResult,
+    loops: int | Loops | str | None = None,
+) -> Comparison:
+    """Compare two evaluations on the items both have: same task, seed, index and data.
+
+    Args:
+        a: A result of `parcae.evaluate`, the folder of one, or the run it belongs to.
+        b: Likewise; differences are B - A.
+        loops: Numbers of loops of A and of B, one number for both, or "each" for every number both
+            have. Default: the largest of each.
+    """
+    first, second = evaluation_of(a), evaluation_of(b)
+    pairs = choose_loops(first, second, loops)
+    return Comparison(
+        _side(first),
+        _side(second),
+        [compare_at(first, second, pair) for pair in pairs],
+        only_in_one(first, second),
+    )
+
+
+def _side(evaluation: Evaluation) -> Side:
+    return Side(
+        evaluation.name,
+        evaluation.checkpoint,
+        evaluation.is_looped,
+        evaluation.loops,
+        evaluation.context_length,
+    )
+
+
+def choose_loops(
+    a: Evaluation, b: Evaluation, loops: int | Loops | str | None = None
+) -> list[Loops]:
+    """The pairs of numbers of loops to compare; see `compare`."""
+    if loops is None:
         return [(max(a.loops), max(b.loops))]
-    if words == "each":
+    if loops == "each":
         return _each(a, b)
-    try:
-        numbers = [int(word) for word in words.split(",")]
-        first, second = numbers * 2 if len(numbers) == 1 else numbers
-    except ValueError:
-        raise ConfigError(f"loops: {words!r} is not `8`, `4,8` (of A, of B) or `each`.") from None
-    for letter, one, wanted in (("A", a, first), ("B", b, second)):
-        if wanted not in one.loops:
-            held = ", ".join(map(str, one.loops))
-            raise ConfigError(f"loops: {letter} was not scored at {wanted}, but at {held}.")
-    return [(first, second)]
+    pair = (loops, loops) if isinstance(loops, int) else loops
+    if isinstance(pair, str) or len(pair) != 2:
+        raise ConfigError(f"loops: {loops!r} is not 8, (4, 8) (of A, of B) or 'each'.")
+    for letter, evaluation, wanted in (("A", a, pair[0]), ("B", b, pair[1])):
+        if wanted not in evaluation.loops:
+            scored = ", ".join(map(str, evaluation.loops))
+            raise ConfigError(f"loops: {letter} was not scored at {wanted}, but at {scored}.")
+    return [pair]
 
 
 def _each(a: Evaluation, b: Evaluation) -> list[Loops]:
-    """A model without loops stands against every depth of the other."""
+    """A model without loops is compared with every number of loops of the other."""
     if not (a.is_looped and b.is_looped):
         return [(s, t) for s in a.loops for t in b.loops]
     if common := [t for t in a.loops if t in b.loops]:
         return [(t, t) for t in common]
-    raise ConfigError("loops: no number of loops was scored in both. Choose by --loops A,B.")
+    raise ConfigError("loops: A and B were scored at no common number. Choose by --loops A,B.")
 
 
-def compare(a: Evaluation, b: Evaluation, loops: Loops) -> dict[str, Any]:
-    places = a.loops.index(loops[0]), b.loops.index(loops[1])
+def compare_at(a: Evaluation, b: Evaluation, loops: Loops) -> dict[str, Any]:
+    """A at one number of loops with B at another, task by task."""
+    depths = a.loops.index(loops[0]), b.loops.index(loops[1])
     answers, texts = {}, {}
     for task, keys in in_common(a, b).items():
         pairs = {key: (a.items[task][key], b.items[task][key]) for key in keys}
-        if any(one.credit is not None for one, _ in pairs.values()):
-            answers[task] = _answers(pairs, *places)
-        if any(one.nats is not None for one, _ in pairs.values()):
-            texts[task] = _texts(list(pairs.values()), *places)
+        if any(item.credit is not None for item, _ in pairs.values()):
+            answers[task] = _compare_answers(pairs, *depths)
+        if any(item.nats is not None for item, _ in pairs.values()):
+            texts[task] = _compare_texts(list(pairs.values()), *depths)
     return {"loops": {"a": loops[0], "b": loops[1]}, "tasks": answers, "texts": texts}
 
 
 def in_common(a: Evaluation, b: Evaluation) -> dict[str, list[Key]]:
-    """Tasks with items in both, in A's order; none at all is an error."""
+    """The items of each task that both have, in A's order; none at all is an error."""
     shared = {
         task: [key for key in items if key in b.items.get(task, ())]
         for task, items in a.items.items()
     }
-    found = {task: keys for task, keys in shared.items() if keys}
-    if found:
-        return found
-    reason = f"A has {_names(a)}; B has {_names(b)}."
+    common = {task: keys for task, keys in shared.items() if keys}
+    if common:
+        return common
+    reason = f"A has {_task_names(a)}; B has {_task_names(b)}."
     if both := [task for task in a.items if task in b.items]:
-        reason = f"{', '.join(both)}: asked from other files or with other seeds."
-    raise FileError(f"{a.folder} and {b.folder}: no item in common. {reason}")
+        reason = f"{', '.join(both)}: the data or the seeds differ."
+    raise FileError(f"{a.name} and {b.name}: no item in common. {reason}")
 
 
 def only_in_one(a: Evaluation, b: Evaluation) -> dict[str, dict[str, int]]:
-    """How many items of each task the other evaluation does not have."""
+    """The number of items of each task that the other evaluation does not have."""
     counts = {}
     for task in dict.fromkeys((*a.items, *b.items)):
         of_a, of_b = a.items.get(task, {}).keys(), b.items.get(task, {}).keys()
@@ -87,22 +174,23 @@ def only_in_one(a: Evaluation, b: Evaluation) -> dict[str, dict[str, int]]:
     return counts
 
 
-def _answers(pairs: Mapping[Key, Pair], place_a: int, place_b: int) -> dict[str, Any]:
+def _compare_answers(pairs: Mapping[Key, Pair], depth_a: int, depth_b: int) -> dict[str, Any]:
     questions: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for key, (one, other) in pairs.items():
-        credits = _at(one.credit, place_a), _at(other.credit, place_b)
-        questions[key.data, key.number].append(credits)
-    of_a, of_b = (
-        [mean([seed[side] for seed in seeds]) for seeds in questions.values()] for side in (0, 1)
+    for key, (of_a, of_b) in pairs.items():
+        credits = _at(of_a.credit, depth_a), _at(of_b.credit, depth_b)
+        questions[key.data, key.index].append(credits)
+    means_a, means_b = (
+        [mean([credits[side] for credits in seeds]) for seeds in questions.values()]
+        for side in (0, 1)
     )
-    differences = [q - p for p, q in zip(of_a, of_b, strict=True)]
+    differences = [q - p for p, q in zip(means_a, means_b, strict=True)]
     better_a, better_b = (sum(s * d > 1e-9 for d in differences) for s in (-1, 1))
-    # a tie with other alternatives earns a share, and is not counted as right
+    # a tie with other alternatives earns a fraction, and is not counted as right
     right = [(p == 1, q == 1) for seeds in questions.values() for p, q in seeds]
     return {
         "questions": len(questions),
         "answers": len(right),
-        "accuracy": {"a": mean(of_a), "b": mean(of_b)},
+        "accuracy": {"a": mean(means_a), "b": mean(means_b)},
         "both_right": right.count((True, True)),
         "only_a_right": right.count((True, False)),
         "only_b_right": right.count((False, True)),
@@ -114,53 +202,50 @@ def _answers(pairs: Mapping[Key, Pair], place_a: int, place_b: int) -> dict[str,
     }
 
 
-def _texts(pairs: Sequence[Pair], place_a: int, place_b: int) -> dict[str, Any]:
-    """Nats per byte of documents, or of each passage's last word."""
-    of_documents = pairs[0][0].bytes is not None
+def _compare_texts(pairs: Sequence[Pair], depth_a: int, depth_b: int) -> dict[str, Any]:
+    """Nats per byte or token of documents and rows, or of the last word of each passage."""
     sizes, of_a, of_b = [], [], []
-    for one, other in pairs:
-        sizes.append(one.bytes or 1)
-        of_a.append(_at(one.nats, place_a))
-        of_b.append(_at(other.nats, place_b))
-    whole = sum(sizes)
+    for item_a, item_b in pairs:
+        sizes.append(item_a.size)
+        of_a.append(_at(item_a.nats, depth_a))
+        of_b.append(_at(item_b.nats, depth_b))
+    total = sum(sizes)
     difference, error = ratio([q - p for p, q in zip(of_a, of_b, strict=True)], sizes)
     return {
         "items": len(pairs),
-        "unit": "nats per byte" if of_documents else "nats per word",
-        "nats": {"a": sum(of_a) / whole, "b": sum(of_b) / whole},
+        "unit": f"nats per {pairs[0][0].unit}",
+        "nats": {"a": sum(of_a) / total, "b": sum(of_b) / total},
         "difference": difference,
         "standard_error": error,
     }
 
 
-def _at(by_depth: Sequence[float | None] | None, place: int) -> float:
-    value = by_depth[place] if by_depth else None
+def _at(by_depth: Sequence[float | None] | None, depth_index: int) -> float:
+    value = by_depth[depth_index] if by_depth else None
     if value is None:
         raise ConfigError(
-            "loops: at this depth a model had no predictions to compare. Choose fewer by --loops."
+            "loops: a model diverged at this number of loops. Choose fewer loops by --loops."
         )
     return value
 
 
 def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
-    """Sum over sum, and its standard error: a long document counts by its length."""
-    count, whole = len(values), sum(sizes)
-    found = sum(values) / whole
+    """sum(values) / sum(sizes) and its standard error: a long document counts by its length."""
+    count, total = len(values), sum(sizes)
+    quotient = sum(values) / total
     if count < 2:
-        return found, None
-    squares = sum((v - found * s) ** 2 for v, s in zip(values, sizes, strict=True))
-    return found, (squares * count / (count - 1)) ** 0.5 / whole
+        return quotient, None
+    squares = sum((v - quotient * s) ** 2 for v, s in zip(values, sizes, strict=True))
+    return quotient, (squares * count / (count - 1)) ** 0.5 / total
 
 
 def sign_test(better_a: int, better_b: int) -> float:
-    """Two-sided: how often a fair coin is at least this one-sided. Exact at any size."""
-    count, fewer = better_a + better_b, min(better_a, better_b)
-    ways = term = 1
-    for k in range(fewer):
-        term = term * (count - k) // (k + 1)
-        ways += term
-    return min(1.0, 2 * ways / 2**count)
+    """The two-sided p-value of an exact sign test; 1 without any difference."""
+    from scipy.stats import binomtest  # slow to import
+
+    count = better_a + better_b
+    return float(binomtest(better_a, count).pvalue) if count else 1.0
 
 
-def _names(one: Evaluation) -> str:
-    return ", ".join(one.items) or "no items"
+def _task_names(evaluation: Evaluation) -> str:
+    return ", ".join(evaluation.items) or "no items"

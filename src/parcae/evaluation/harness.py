@@ -1,13 +1,13 @@
-"""Our models in lm-evaluation-harness, under the name `parcae`.
+"""Parcae models in lm-evaluation-harness, under the name `parcae`.
 
     parcae lm-eval --model parcae --model_args path=out/python,loops=8 --tasks arc_easy
 
     import parcae.evaluation.harness                # registers the name
     lm_eval.simple_evaluate(model="parcae", model_args="path=out/python,loops=8", tasks=[...])
 
-The harness asks for three things: the log-likelihood of a continuation, that of a whole text, and
-text up to a stop string. The first two are scored by the same code as `parcae eval`; requests with
-one context are branches of it.
+The harness asks for the log-likelihood of a continuation, the log-likelihood of a whole text, and
+generated text up to a stop string. The first two are scored by the code of `parcae eval`; requests
+with the same context are scored together.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from lm_eval.api.registry import register_model
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.evaluation.opening import open_scorer
 from parcae.evaluation.perplexity import continuations, windows
 from parcae.evaluation.prompts import Prompt, Span
-from parcae.evaluation.scorer import LoopedScorer
-from parcae.evaluation.scoring import Answer, batches
+from parcae.evaluation.scorer import Answer, LoopedScorer, batches, open_scorer
 from parcae.infer.engine import Engine
 
 NEW_TOKENS = 256
-"""What the harness lets a model say where a task does not care."""
-MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names that tasks have for it; the first that is there counts."""
+"""The harness's default for tasks that set no limit."""
+LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the limit in tasks; the first that is set counts."""
 
 
 @register_model("parcae")
@@ -50,8 +48,8 @@ class ParcaeLM(LM):
         batch_size: Any = None,
         max_batch_size: int | None = None,
     ) -> None:
-        """`batch_size` is how many texts are generated together; scoring goes by `batch_tokens`.
-        `exit` is a rule of early exit, for generated text."""
+        """`batch_size`: texts generated together. `batch_tokens`: tokens scored at a time. `exit`:
+        early exit rule for generated text."""
         super().__init__()
         scorer = open_scorer(
             path,
@@ -62,7 +60,9 @@ class ParcaeLM(LM):
             device=_available(device),
         )
         if not isinstance(scorer, LoopedScorer):
-            raise ConfigError(f"{path}: not a model of ours. The harness's own --model hf is.")
+            raise ConfigError(
+                f"{path}: not a parcae model. Use --model hf for transformers models."
+            )
         self.scorer = scorer
         self.exit = exit
         self.rows = int(batch_size) if str(batch_size or "").isdigit() else 8
@@ -78,21 +78,21 @@ class ParcaeLM(LM):
         return self.scorer.tokenizer.sha256
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        asked: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            asked.setdefault(request.args[0], []).append(number)
+        by_context: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_context.setdefault(request.args[0], []).append(index)
         prompts = [
-            continuations(context, [requests[number].args[1] for number in numbers], self.scorer)
-            for context, numbers in asked.items()
+            continuations(context, [requests[index].args[1] for index in indices], self.scorer)
+            for context, indices in by_context.items()
         ]
         self._check_lengths(prompts)
-        owners = list(asked.values())
+        owners = list(by_context.values())
         results = [(0.0, False)] * len(requests)
 
-        def keep(place: int, answers: list[Answer]) -> None:
-            for number, answer in zip(owners[place], answers, strict=True):
-                results[number] = (-answer.nats[0].sum().item(), answer.is_greedy()[0])
-                self._remember("loglikelihood", requests[number], results[number])
+        def keep(prompt: int, answers: list[Answer]) -> None:
+            for index, answer in zip(owners[prompt], answers, strict=True):
+                results[index] = (-answer.nats[0].sum().item(), answer.is_greedy()[0])
+                self._cache("loglikelihood", requests[index], results[index])
 
         self._score(prompts, keep)
         return results
@@ -108,14 +108,14 @@ class ParcaeLM(LM):
                 prompts.append(Prompt((window,), (Span(count - scored, count),), (count,)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
-        left = Counter(owners)
+        remaining = Counter(owners)
 
-        def keep(place: int, answers: list[Answer]) -> None:
-            owner = owners[place]
+        def keep(prompt: int, answers: list[Answer]) -> None:
+            owner = owners[prompt]
             totals[owner] -= answers[0].nats[0].sum().item()
-            left[owner] -= 1
-            if not left[owner]:
-                self._remember("loglikelihood_rolling", requests[owner], totals[owner])
+            remaining[owner] -= 1
+            if not remaining[owner]:
+                self._cache("loglikelihood_rolling", requests[owner], totals[owner])
 
         self._score(prompts, keep)
         return totals
@@ -124,28 +124,31 @@ class ParcaeLM(LM):
         engine = self._engine = self._engine or Engine(
             self.scorer.model, self.scorer.tokenizer, rows=self.rows
         )
-        times = Counter[str]()
-        asked = []
+        repeats = Counter[str]()
+        generations = []
         for request in requests:
             context, options = request.args
-            asked.append(self._request(engine, context, options, times[context]))
-            times[context] += 1
+            generations.append(self._generation(engine, context, options, repeats[context]))
+            repeats[context] += 1
         with console.progress() as display:
-            bar = display.add_task("generating", total=sum(one.new_tokens for one in asked))
-            made = engine.complete(asked, lambda tokens: display.advance(bar, tokens))
-        texts = [completion.text or "" for completion in made]
+            total = sum(generation.new_tokens for generation in generations)
+            bar = display.add_task("generating", total=total)
+            completions = engine.complete(generations, lambda n: display.advance(bar, n))
+        texts = [completion.text or "" for completion in completions]
         for request, text in zip(requests, texts, strict=True):
-            self._remember("generate_until", request, text)
+            self._cache("generate_until", request, text)
         return texts
 
-    def _request(self, engine: Engine, context: str, options: dict[str, Any], time: int) -> Any:
-        """The harness's names for what a request can say; a prompt too long loses its beginning.
-        Where tokens are drawn, each prompt has draws of its own, and others each `time`."""
+    def _generation(
+        self, engine: Engine, context: str, options: dict[str, Any], repeat: int
+    ) -> Any:
+        """The engine's request for one of the harness. A prompt that is too long is cut on the
+        left. The seed of sampling depends on the context and on `repeat`."""
         options = dict(options)
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
-        limits = [options.pop(name, None) for name in MOST_TOKENS]
-        most = int(next((limit for limit in limits if limit is not None), NEW_TOKENS))
+        limits = [options.pop(name, None) for name in LIMIT_NAMES]
+        new_tokens = int(next((limit for limit in limits if limit is not None), NEW_TOKENS))
         sample = bool(options.pop("do_sample", options.get("temperature", 0)))
         temperature = float(options.pop("temperature", 1.0)) if sample else 0.0
         known = {key: options.pop(key) for key in ("top_p", "top_k", "min_p") if key in options}
@@ -153,62 +156,62 @@ class ParcaeLM(LM):
         known |= {k: options.pop(k) for k in ("repetition_penalty",) if k in options}
         if options:
             raise ConfigError(
-                f"generation: {', '.join(sorted(options))} are not known here. Take them out of "
-                "the task's generation_kwargs."
+                f"generation_kwargs: {', '.join(sorted(options))}: not supported. Remove it from "
+                "the task."
             )
         limit = self.scorer.context_length
-        room = limit - most
-        remedy = "Ask for fewer, such as by --gen_kwargs max_gen_toks=32."
-        require(room > 0, "max_gen_toks", f"{most} leave no room in {limit}", remedy)
+        room = limit - new_tokens
+        problem = f"{new_tokens} leave no room for a prompt in a context of {limit} tokens"
+        require(room > 0, "max_gen_toks", problem, "Use --gen_kwargs max_gen_toks=32.")
         tokens = list(engine.encode(context))
         return engine.request(
             tokens[-room:],
-            new_tokens=most,
+            new_tokens=new_tokens,
             loops=self.loops,
             exit=self.exit,
             temperature=temperature,
-            seed=_seed(context, time),
+            seed=_seed(context, repeat),
             stop=until,
             **known,
         )
 
     def _check_lengths(self, prompts: Sequence[Prompt]) -> None:
-        """Like the harness: a context may lose its beginning, which is told, a continuation not."""
-        most = self.scorer.context_length
-        longest = most + max((prompt.lost for prompt in prompts), default=0)
-        problem = f"a continuation of {longest} tokens does not fit the model's {most}"
-        require(longest <= most, "context", problem, "Leave its task out.")
+        """As in the harness, a context may be cut, with a warning; a continuation may not."""
+        limit = self.scorer.context_length
+        longest = limit + max((prompt.lost for prompt in prompts), default=0)
+        problem = f"a continuation of {longest} tokens does not fit the model's {limit}"
+        require(longest <= limit, "context", problem, "Omit its task.")
         if cut := sum(prompt.is_cut for prompt in prompts):
             console.err.print(
-                f"{cut} of {len(prompts)} contexts are longer than the model's {most} tokens and "
-                "lose their beginning.",
+                f"{cut} of {len(prompts)} contexts are longer than the model's {limit} tokens and "
+                "are cut on the left.",
                 style="yellow",
                 highlight=False,
             )
 
     def _score(self, prompts: Sequence[Prompt], keep: Callable[[int, list[Answer]], None]) -> None:
-        """`keep` is called for each prompt's place, batch by batch."""
+        """Call `keep` with the index and the answers of each prompt, batch by batch."""
         costs = [self.scorer.cost(prompt) for prompt in prompts]
         with console.progress() as display:
             bar = display.add_task("scoring", total=len(prompts))
-            for places in batches(costs, self.scorer.batch_tokens):
-                answers = self.scorer.score([prompts[place] for place in places])
-                for place, found in zip(places, answers, strict=True):
-                    keep(place, found)
-                display.advance(bar, len(places))
+            for batch in batches(costs, self.scorer.batch_tokens):
+                answers = self.scorer.score([prompts[index] for index in batch])
+                for index, of_prompt in zip(batch, answers, strict=True):
+                    keep(index, of_prompt)
+                display.advance(bar, len(batch))
 
-    def _remember(self, kind: str, request: Any, result: Any) -> None:
-        """In the harness's own cache, where it was asked for: a killed run goes on from there."""
+    def _cache(self, kind: str, request: Any, result: Any) -> None:
+        """Write to the harness's own cache, if it is used: a killed run resumes from it."""
         self.cache_hook.add_partial(kind, request.args, result)
 
 
-def _seed(context: str, time: int) -> int:
-    digest = hashlib.sha256(f"{time} {context}".encode()).digest()
+def _seed(context: str, repeat: int) -> int:
+    digest = hashlib.sha256(f"{repeat} {context}".encode()).digest()
     return int.from_bytes(digest[:4], "big")
 
 
 def _available(device: str | None) -> str:
-    """The harness asks for a GPU unless told otherwise."""
+    """The harness's default device is cuda, also where there is none."""
     if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
         return "cpu"
     return device

@@ -1,9 +1,9 @@
-"""Any causal language model of Hugging Face's library as a scorer, for the same table.
+"""A scorer for causal language models of the transformers library.
 
-    scorer = ForeignScorer.open("openai-community/gpt2")        a name on the hub, or a folder
+    scorer = HFScorer.open("openai-community/gpt2")        a name on the hub, or a folder
 
-Sequences are padded on the right, which a causal model does not see, and only the predictions that
-are scored are computed where the model's class can leave out the others.
+Sequences are padded on the right, which does not affect a causal model. Only the logits that are
+scored are computed, where the class of the model has `logits_to_keep`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from torch import Tensor
 
 from parcae.config import ConfigError, require
 from parcae.evaluation.prompts import Prompt
-from parcae.evaluation.scoring import Answer, read_predictions
+from parcae.evaluation.scorer import Answer, read_predictions
 from parcae.files import FileError
 
 BATCH_TOKENS = 4096
-LONGEST_CONTEXT = 1 << 20
-"""Beyond this, a tokenizer's limit stands for none."""
+MAX_CONTEXT = 1 << 20
+"""A tokenizer without a limit gives a larger number."""
 
 Row = tuple[int, ...]
-Place = tuple[int, int]
-"""A position that predicts, and the token it is asked about."""
-Reading = tuple[Tensor, Tensor]
-"""Nats of that token and the likeliest one."""
+Target = tuple[int, int]
+"""The position of a prediction, and the token whose loss is needed."""
+Prediction = tuple[Tensor, Tensor]
+"""Loss of that token, and the likeliest token."""
 
 
-class ForeignScorer:
+class HFScorer:
+    """Score a transformers model; see `Scorer`."""
+
     depths: tuple[int, ...] = (1,)
     is_looped = False
     draws_state = False
@@ -48,35 +50,34 @@ class ForeignScorer:
         context_length: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        least = "Use at least 1."
-        require(batch_tokens >= 1, "batch_tokens", f"{batch_tokens} is too few", least)
+        require(batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name, self.identity, self.batch_tokens = name, identity, batch_tokens
         self.context_length = context_length or _context_length(model, tokenizer)
         self.bos: int | None = (
             tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         )
-        self.opening = _opening(tokenizer)
-        self.keeps_chosen = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.prefix = _prefix(tokenizer)
+        self.has_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._check_causal()
 
     @classmethod
-    def open(cls, name: str, device: str | torch.device = "cpu", **options: Any) -> ForeignScorer:
-        try:  # from where they are: the library's front door costs the type checker 20 seconds
+    def open(cls, name: str, device: str | torch.device = "cpu", **options: Any) -> HFScorer:
+        try:  # the submodules: importing from `transformers` costs the type checker 20 seconds
             from transformers.models.auto.modeling_auto import AutoModelForCausalLM
             from transformers.models.auto.tokenization_auto import AutoTokenizer
         except ImportError:
             raise ConfigError(
-                "other models need the library transformers: pip install 'parcae[hf]'."
+                f"{name}: transformers is not installed. Install it by pip install 'parcae[hf]'."
             ) from None
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model: Any = AutoModelForCausalLM.from_pretrained(name)
-        except Exception as error:  # what a broken folder raises depends on what is broken
-            first = str(error).strip().split("\n")[0]
+        except Exception as error:  # transformers raises many types
+            reason = str(error).strip().split("\n")[0]
             raise FileError(
-                f"{name}: neither a model of ours nor one that transformers can open ({first}). "
-                "Check the path; a name on the hub needs a network the first time."
+                f"{name}: neither a parcae model nor one that transformers can open ({reason}). "
+                "Check the path; a model of the hub has to be downloaded once."
             ) from None
         return cls(model.to(device), tokenizer, name=name, **options)
 
@@ -89,38 +90,37 @@ class ForeignScorer:
     def score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        asked: dict[Row, set[Place]] = {}
+        targets: dict[Row, set[Target]] = {}
         for prompt in prompts:
-            for row, places in zip(_inputs(prompt), _places(prompt), strict=True):
-                asked.setdefault(row, set()).update(places)
-        found: dict[tuple[Row, Place], Reading] = {}
-        for rows in _padded(sorted(asked, key=len), self.batch_tokens):
-            found.update(self._read(rows, asked))
-        return [list(_answers(prompt, found)) for prompt in prompts]
+            for row, of_row in zip(_inputs(prompt), _targets(prompt), strict=True):
+                targets.setdefault(row, set()).update(of_row)
+        predictions: dict[tuple[Row, Target], Prediction] = {}
+        for rows in _batches(sorted(targets, key=len), self.batch_tokens):
+            predictions.update(self._predict(rows, targets))
+        return [list(_answers(prompt, predictions)) for prompt in prompts]
 
     @torch.no_grad()
-    def _read(
-        self, rows: Sequence[Row], asked: dict[Row, set[Place]]
-    ) -> Iterator[tuple[tuple[Row, Place], Reading]]:
-        """All that is asked about some rows, from one pass. No logits outlive it: a vocabulary is
-        large."""
-        kept = sorted({position for row in rows for position, _ in asked[row]})
+    def _predict(
+        self, rows: Sequence[Row], targets: dict[Row, set[Target]]
+    ) -> Iterator[tuple[tuple[Row, Target], Prediction]]:
+        """The predictions of all targets of some rows, from one pass."""
+        kept = sorted({position for row in rows for position, _ in targets[row]})
         logits = self._logits(rows, kept)
-        at = {position: i for i, position in enumerate(kept)} if self.keeps_chosen else None
-        wanted = [(row, place) for row in rows for place in sorted(asked[row])]
+        at = {position: i for i, position in enumerate(kept)} if self.has_logits_to_keep else None
+        wanted = [(row, target) for row in rows for target in sorted(targets[row])]
         number = {row: i for i, row in enumerate(rows)}
         lines = [number[row] for row, _ in wanted]
         columns = [position if at is None else at[position] for _, (position, _) in wanted]
         flat = torch.tensor(lines) * logits.shape[1] + torch.tensor(columns)
-        targets = torch.tensor([token for _, (_, token) in wanted], device=logits.device)
-        whole = logits.flatten(0, 1)
+        tokens = torch.tensor([token for _, (_, token) in wanted], device=logits.device)
+        flat_logits = logits.flatten(0, 1)
         nats, likeliest = read_predictions(
-            lambda part: whole[part], flat.to(logits.device), targets, logits.shape[2]
+            lambda part: flat_logits[part], flat.to(logits.device), tokens, logits.shape[2]
         )
         yield from zip(wanted, zip(nats, likeliest, strict=True), strict=True)
 
     def _logits(self, rows: Sequence[Row], kept: Sequence[int]) -> Tensor:
-        """[rows, kept, V], or [rows, longest, V] where the model cannot leave anything out."""
+        """[rows, kept, V], or [rows, longest, V] where the model computes all logits."""
         longest = max(map(len, rows))
         ids = torch.zeros(len(rows), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -129,67 +129,67 @@ class ForeignScorer:
             mask[number, : len(row)] = 1
         device = self.model.device
         options: dict[str, Any] = {"use_cache": False}
-        if self.keeps_chosen:
+        if self.has_logits_to_keep:
             options["logits_to_keep"] = torch.tensor(kept, device=device)
         return self.model(ids.to(device), attention_mask=mask.to(device), **options).logits
 
     @torch.no_grad()
     def _check_causal(self) -> None:
-        """The library opens models that read in both directions as if they wrote: what they are
-        asked about they would have seen."""
-        ending = [self._logits([(0, 1, 2, last)], range(4))[0].float() for last in (3, 4)]
-        apart = (ending[0] - ending[1]).abs().amax(1)
+        """Refuse a bidirectional model, which transformers opens as a causal one: it would read the
+        tokens it is asked to predict."""
+        a, b = (self._logits([(0, 1, 2, last)], range(4))[0].float() for last in (3, 4))
+        difference = (a - b).abs().amax(1)
         rounding = torch.finfo(self.model.dtype).eps ** 0.5
         require(
-            not bool(apart[:-1].max() > rounding * apart[-1]),  # not a number is told elsewhere
+            not bool(difference[:-1].max() > rounding * difference[-1]),  # NaN is reported later
             self.name,
-            "its predictions depend on what comes after them, so it is not a causal model",
-            "Use one that writes from left to right.",
+            "not a causal model: its predictions depend on later tokens",
+            "Use a causal language model.",
         )
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Changes with whatever changes the tokens of a text."""
+    """SHA-256 of everything that determines the tokens of a text."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    held = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
-    marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, _opening(tokenizer))
-    return hashlib.sha256(json.dumps([held, marks]).encode()).hexdigest()
+    definition = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, _prefix(tokenizer))
+    return hashlib.sha256(json.dumps([definition, special]).encode()).hexdigest()
 
 
 def _inputs(prompt: Prompt) -> list[Row]:
-    """What the model reads: all but the last scored token."""
+    """What the model reads of each alternative: all but the last scored token."""
     pairs = zip(prompt.sequences, prompt.spans, strict=True)
     return [tokens[: span.end - 1] for tokens, span in pairs]
 
 
-def _places(prompt: Prompt) -> list[list[Place]]:
+def _targets(prompt: Prompt) -> list[list[Target]]:
     pairs = zip(prompt.sequences, prompt.spans, strict=True)
     return [[(at - 1, tokens[at]) for at in range(*span)] for tokens, span in pairs]
 
 
-def _answers(prompt: Prompt, found: dict[tuple[Row, Place], Reading]) -> Iterator[Answer]:
-    for row, places in zip(_inputs(prompt), _places(prompt), strict=True):
-        nats, likeliest = zip(*(found[row, place] for place in places), strict=True)
-        expected = torch.tensor([token for _, token in places])
+def _answers(prompt: Prompt, predictions: dict[tuple[Row, Target], Prediction]) -> Iterator[Answer]:
+    for row, targets in zip(_inputs(prompt), _targets(prompt), strict=True):
+        nats, likeliest = zip(*(predictions[row, target] for target in targets), strict=True)
+        expected = torch.tensor([token for _, token in targets])
         yield Answer(torch.stack(nats)[None], torch.stack(likeliest)[None], expected)
 
 
-def _padded(rows: Sequence[Row], most: int) -> Iterator[Sequence[Row]]:
-    """Rows of rising length in groups whose padded size stays within `most`."""
+def _batches(rows: Sequence[Row], max_tokens: int) -> Iterator[Sequence[Row]]:
+    """Rows of rising length, in batches of at most `max_tokens` with padding."""
     start = 0
     for end in range(1, len(rows) + 1):
-        if end == len(rows) or len(rows[end]) * (end + 1 - start) > most:
+        if end == len(rows) or len(rows[end]) * (end + 1 - start) > max_tokens:
             yield rows[start:end]
             start = end
 
 
-def _opening(tokenizer: Any) -> tuple[int, ...]:
-    """What it puts before a text of its own accord: BOS for Llama, nothing for GPT-2."""
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    """The tokens it puts before every text: BOS for Llama, none for GPT-2."""
     plain = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start])
+    full = tokenizer.encode("a")
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return tuple(full[:start])
     return ()
 
 
@@ -197,6 +197,6 @@ def _context_length(model: Any, tokenizer: Any) -> int:
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     known = (getattr(model.config, name, None) for name in names)
     limits = [limit for limit in (*known, tokenizer.model_max_length) if isinstance(limit, int)]
-    limits = [limit for limit in limits if 0 < limit < LONGEST_CONTEXT]
-    require(bool(limits), "context", "the model does not say how much it reads", "Give --context.")
+    limits = [limit for limit in limits if 0 < limit < MAX_CONTEXT]
+    require(bool(limits), "context", "the model has no known context length", "Give --context.")
     return min(limits)

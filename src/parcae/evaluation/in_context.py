@@ -1,44 +1,51 @@
-"""CORE and CORE-Extended: in-context learning, scored as the reference release scores it.
+"""CORE and CORE-Extended: few-shot tasks, scored as the reference release scores them.
 
-multiple choice       the alternative with the lowest mean loss over its span is the answer
-schema                alike, over the ending that the alternatives share
-language modelling    right if the model would have said every token of the answer itself
+multiple choice       the answer is the alternative with the lowest mean loss over its span
+schema                likewise, over the ending that the alternatives share
+language modelling    right if every token of the answer is the model's most likely one
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from parcae.evaluation.items import Item, read_items
-from parcae.evaluation.job import (
+from parcae.evaluation.jobs import (
     DataFile,
+    PromptJob,
     Record,
     by_depth,
     credit,
     mean,
     means,
     standard_error,
+    summary,
     sums,
 )
 from parcae.evaluation.prompts import Prompt, draw_examples, render, shuffled, tokenised
-from parcae.evaluation.scoring import Answer, Scorer
-from parcae.evaluation.tasks import Task
+from parcae.evaluation.results import Samples, coverage
+from parcae.evaluation.scorer import Answer, Scorer
+from parcae.evaluation.tasks import Baselines, Task, locate
 from parcae.files import FileError
 
 
 class Questions:
-    """A task's items in the order in which they are evaluated; read once for all seeds."""
+    """The items of a task in the order of evaluation; read once for all seeds."""
 
     def __init__(self, task: Task, source: DataFile) -> None:
         self.task, self.source = task, source
-        read = read_items(source.path, task.kind)
-        self.rows = shuffled(len(read))
-        self.items: list[Item] = [read[row] for row in self.rows]
+        items = read_items(source.path, task.kind)
+        self.rows = shuffled(len(items))
+        """The row of the file of each item."""
+        self.items: list[Item] = [items[row] for row in self.rows]
         if task.shots >= len(self.items):
             raise FileError(
                 f"{source.path}: {len(self.items)} questions are too few for {task.name}, which "
-                f"shows {task.shots} others before each. Is it truncated?"
+                f"needs {task.shots} others as examples. Is the file truncated?"
             )
 
     def __len__(self) -> int:
@@ -46,15 +53,24 @@ class Questions:
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of guessing."""
+        """Expected accuracy of a random choice."""
         if self.task.kind == "language_modeling":
             return 0.0
         return mean([1 / len(item.answers) for item in self.items])
 
 
-class InContext:
-    """One task at one seed, on its first `limit` items. Examples come from all items, so a limited
-    run scores the same prompts as a whole one."""
+def open_questions(task: Task, folder: Path) -> Questions | None:
+    """The questions of a task; None where the folder does not have them."""
+    path = locate(task, folder)
+    if path is None:
+        return None
+    stand_in = task.stand_in is not None and path.name.startswith(Path(task.stand_in).name)
+    return Questions(task, DataFile(path, "evaluation", stand_in))
+
+
+class InContext(PromptJob):
+    """One task at one seed, on its first `limit` items. Examples come from all items, so that a
+    limited evaluation scores the same prompts as a complete one."""
 
     def __init__(self, questions: Questions, seed: int, limit: int | None = None) -> None:
         self.questions = questions
@@ -70,7 +86,7 @@ class InContext:
         assert self.seed is not None
         items, shots = self.questions.items, self.task.shots
         examples = draw_examples(len(items), index, shots, self.seed)
-        return render(self.task, items[index], [items[other] for other in examples])
+        return render(self.task, items[index], [items[example] for example in examples])
 
     def prompt(self, index: int, scorer: Scorer) -> Prompt:
         return tokenised(
@@ -78,23 +94,146 @@ class InContext:
         )
 
     def record(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record:
-        kept: Record = {"row": self.questions.rows[index], "cut": prompt.is_cut}
+        record: Record = {"row": self.questions.rows[index], "cut": prompt.is_cut}
         if self.task.kind == "language_modeling":
             (answer,) = answers
-            greedy = answer.is_greedy()
-            kept["losses"] = by_depth([sums(answer)])
-            kept["said"] = answer.likeliest.tolist()
+            record["losses"] = by_depth([sums(answer)])
+            record["said"] = answer.likeliest.tolist()
             if not prompt.is_aligned:
-                kept["unaligned"] = True
-            kept["credit"] = [float(right) for right in greedy]
+                record["unaligned"] = True
+            record["credit"] = [float(right) for right in answer.is_greedy()]
         else:
             gold = self.questions.items[index].gold
             losses = by_depth([means(answer) for answer in answers])
-            kept["gold"] = gold
-            kept["losses"] = losses
-            kept["credit"] = [credit(scores, gold) for scores in losses]
-        return kept
+            record["gold"] = gold
+            record["losses"] = losses
+            record["credit"] = [credit(of_depth, gold) for of_depth in losses]
+        return record
 
-    def summarise(self, records: Sequence[Record], place: int) -> dict[str, Any]:
-        credits = [record["credit"][place] for record in records]
+    def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
+        credits = [record["credit"][depth_index] for record in records]
         return {"accuracy": mean(credits), "standard_error": standard_error(credits)}
+
+
+@dataclass(frozen=True)
+class InContextSuite:
+    """CORE, CORE-Extended, or other tasks of their table."""
+
+    by_task: list[tuple[Task, list[InContext] | None]]
+    """The jobs of each task, one per seed, or a single one where the seed changes nothing; None
+    where the data is missing."""
+    seeds: tuple[int, ...]
+    baselines: Baselines
+
+    @property
+    def jobs(self) -> list[InContext]:
+        return [job for _, jobs in self.by_task for job in jobs or ()]
+
+    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+        tasks = {
+            task.name: None if jobs is None else TaskScores(self, task, jobs, samples, depths)
+            for task, jobs in self.by_task
+        }
+        scored = [task for task in tasks.values() if task is not None]
+        return {
+            "baselines": self.baselines,
+            "seeds": list(self.seeds),
+            **coverage(tasks),
+            "by_loops": {str(depth): self._score(scored, i) for i, depth in enumerate(depths)},
+            "tasks": {name: task and task.result() for name, task in tasks.items()},
+        }
+
+    def _score(self, tasks: Sequence[TaskScores], depth_index: int) -> dict[str, Any] | None:
+        """The mean over tasks, of each seed and of all seeds; None where a task has no score."""
+        rows = [row for task in tasks if (row := task.centred(depth_index)) is not None]
+        if not rows or len(rows) < len(tasks):
+            return None
+        scores = [mean(column) for column in zip(*rows, strict=True)]
+        return {
+            "score": mean(scores),
+            "deviation": _deviation(scores),
+            "by_seed": dict(zip(map(str, self.seeds), scores, strict=True)),
+        }
+
+
+def open_in_context_suite(
+    tasks: Sequence[Task],
+    folder: Path,
+    scorer: Scorer,
+    *,
+    seeds: tuple[int, ...],
+    limit: int | None,
+    baselines: Baselines,
+) -> InContextSuite:
+    by_task: list[tuple[Task, list[InContext] | None]] = []
+    for task in tasks:
+        questions = open_questions(task, folder)
+        # without examples and with a fixed initial state, the seed changes nothing
+        used = seeds if task.shots or scorer.draws_state else seeds[:1]
+        jobs = questions and [InContext(questions, seed, limit) for seed in used]
+        by_task.append((task, jobs or None))
+    return InContextSuite(by_task, seeds, baselines)
+
+
+class TaskScores:
+    """The scores of a task at every seed and depth."""
+
+    def __init__(
+        self,
+        suite: InContextSuite,
+        task: Task,
+        jobs: Sequence[InContext],
+        samples: Samples,
+        depths: Sequence[int],
+    ) -> None:
+        self.suite, self.task, self.depths = suite, task, depths
+        self.questions = jobs[0].questions
+        by_job = []
+        for job in jobs:
+            records = samples.of(job)
+            self.description = job.describe(records)
+            by_job.append([summary(job, records, i) for i in range(len(depths))])
+        by_seed = [by_job[min(i, len(jobs) - 1)] for i in range(len(suite.seeds))]
+        self.by_depth = [_all_or_none(column) for column in zip(*by_seed, strict=True)]
+        """Metrics [depth][seed]; None at a depth where the model diverged."""
+
+    def result(self) -> dict[str, Any]:
+        return {
+            "title": self.task.title,
+            "type": self.task.kind,
+            "shots": self.task.shots,
+            "baseline": self.task.baselines[self.suite.baselines],
+            "uniform_chance": 100 * self.questions.chance,
+            "items": len(self.questions),
+            **self.description,
+            "by_loops": {str(depth): self._metrics(i) for i, depth in enumerate(self.depths)},
+        }
+
+    def centred(self, depth_index: int) -> list[float] | None:
+        """Centred accuracy of each seed."""
+        metrics = self.by_depth[depth_index]
+        if metrics is None:
+            return None
+        return [self.task.centred(m["accuracy"], self.suite.baselines) for m in metrics]
+
+    def _metrics(self, depth_index: int) -> dict[str, Any] | None:
+        metrics, centred = self.by_depth[depth_index], self.centred(depth_index)
+        if metrics is None or centred is None:
+            return None
+        accuracies = [of_seed["accuracy"] for of_seed in metrics]
+        return {
+            "accuracy": mean(accuracies),
+            "deviation": _deviation(accuracies),
+            "standard_error": metrics[0]["standard_error"],
+            "centred": mean(centred),
+        }
+
+
+def _all_or_none(metrics: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]] | None:
+    known = [of_seed for of_seed in metrics if of_seed is not None]
+    return known if len(known) == len(metrics) else None
+
+
+def _deviation(numbers: Sequence[float]) -> float | None:
+    """The sample standard deviation; None for a single number."""
+    return stdev(numbers) if len(numbers) > 1 else None

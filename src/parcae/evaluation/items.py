@@ -1,10 +1,10 @@
-"""Questions as task files hold them: JSON lines, plain or gzipped, checked field by field.
+"""Questions from task files: JSON lines, plain or gzipped, checked field by field.
 
     {"query": ..., "choices": [...], "gold": 1}               multiple choice
     {"context_options": [...], "continuation": ..., "gold": 0}    schema
     {"context": ..., "continuation": ...}                     language modelling
 
-A mistake names file, line and field.
+An error names file, line and field.
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Item:
-    """One question. Every kind is a list of alternatives, each a question with an answer."""
+    """One question: a list of alternatives, each a question with an answer, for every kind."""
 
     questions: tuple[str, ...]
-    """What stands before the delimiter: one for each alternative."""
+    """The text before the delimiter, of each alternative."""
     answers: tuple[str, ...]
-    """What stands after it, alike."""
+    """The text after the delimiter, of each alternative."""
     gold: int
-    """Which alternative is right."""
+    """Index of the right alternative."""
 
 
 class Fields:
-    """One line's object, read with errors that say where."""
+    """The JSON object of one line; its errors name file, line and field."""
 
     def __init__(self, path: Path, line: int, tree: Any) -> None:
         self.path, self.line, self.tree = path, line, tree
         if not isinstance(tree, dict):
-            raise self.error("an object is needed")
+            raise self.error("not a JSON object")
 
     def error(self, problem: str, field: str = "") -> FileError:
-        place = f", field {field}" if field else ""
-        return FileError(f"{self.path}: line {self.line}{place}: {problem}. Mend the file.")
+        location = f", field {field}" if field else ""
+        return FileError(f"{self.path}: line {self.line}{location}: {problem}. Fix the file.")
 
     def get(self, field: str) -> Any:
         if field not in self.tree:
-            raise self.error("it is missing", field)
+            raise self.error("missing", field)
         return self.tree[field]
 
     def text(self, field: str) -> str:
         value = self.get(field)
         if not isinstance(value, str):
-            raise self.error(f"{_short(value)} is not a text", field)
+            raise self.error(f"{_short(value)} is not a string", field)
         self._check_characters(value, field)
         return value
 
     def texts(self, field: str) -> tuple[str, ...]:
         value = self.get(field)
-        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-            raise self.error(f"{_short(value)} is not a list of texts", field)
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.error(f"{_short(value)} is not a list of strings", field)
         if len(value) < 2:
-            raise self.error(f"{len(value)} to choose from; at least 2 are needed", field)
-        for one in value:
-            self._check_characters(one, field)
+            raise self.error(f"{len(value)} entries; at least 2 are needed", field)
+        for text in value:
+            self._check_characters(text, field)
         return tuple(value)
 
     def index(self, field: str, count: int) -> int:
         value = self.get(field)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-            raise self.error(f"{_short(value)} is not one of 0 .. {count - 1}", field)
+            raise self.error(f"{_short(value)} is not an index from 0 to {count - 1}", field)
         return value
 
     def _check_characters(self, text: str, field: str) -> None:
         if any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise self.error("half of a surrogate pair, which is no character", field)
+            raise self.error("contains half of a surrogate pair", field)
 
 
 def read_items(path: Path, kind: Kind) -> list[Item]:
@@ -85,10 +85,10 @@ def read_items(path: Path, kind: Kind) -> list[Item]:
 
 
 def read_lines(path: Path, read: Callable[[Fields], T]) -> list[T]:
-    """What `read` makes of every line; blank lines are skipped."""
+    """`read` applied to every line that is not blank."""
     items = [read(Fields(path, line, _parse(path, line, text))) for line, text in _lines(path)]
     if not items:
-        raise FileError(f"{path}: it holds no question. Is it truncated?")
+        raise FileError(f"{path}: contains no question. Is it truncated?")
     return items
 
 
@@ -105,7 +105,7 @@ def _schema(fields: Fields) -> Item:
 def _language_modeling(fields: Fields) -> Item:
     context, continuation = fields.text("context"), fields.text("continuation")
     if not continuation.strip():
-        raise fields.error("there is nothing to predict", "continuation")
+        raise fields.error("nothing to predict", "continuation")
     return Item((context,), (continuation,), 0)
 
 
@@ -117,19 +117,19 @@ READERS: dict[Kind, Callable[[Fields], Item]] = {
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered from 1, decoded one by one, so that an error can name its line."""
+    """The lines with their numbers, from 1; decoded one by one, so that an error names its line."""
     try:
         with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
             lines: Sequence[bytes] = stream.read().split(b"\n")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FileError(f"{path}: not a whole gzip file ({error}). Get it again.") from None
+        raise FileError(f"{path}: not a complete gzip file ({error}). Download it again.") from None
     for number, line in enumerate(lines, start=1):
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
             raise FileError(
                 f"{path}: line {number}: not UTF-8 ({error.reason} at byte {error.start}). "
-                "Convert the file."
+                "Convert the file to UTF-8."
             ) from None
         if text.strip():
             yield number, text
@@ -139,7 +139,7 @@ def _parse(path: Path, line: int, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path}: line {line}: not valid JSON ({error}). Mend the file.") from None
+        raise FileError(f"{path}: line {line}: not valid JSON ({error}). Fix the file.") from None
 
 
 def _short(value: Any) -> str:

@@ -1,42 +1,57 @@
-"""Loss, perplexity and bits per byte after every number of loops asked for.
+"""Loss on rows of tokens after every requested number of loops; the suite `val` on a run.
 
-    measured = losses_by_depth(model, batches, depths=(1, 4, 8), bytes_of_token=table)
-    measured[8].loss, measured[8].perplexity, measured[8].bits_per_byte
+    losses = losses_by_depth(model, batches, depths=(1, 4, 8), bytes_of_token=table)
+    losses[8].loss, losses[8].perplexity, losses[8].bits_per_byte
 
-A batch goes through the prelude once and loops to the deepest depth; only the depths asked for
-are decoded. Several processes add what they counted before anything is divided:
+A batch passes the prelude once and loops to the largest depth; only the requested depths are
+decoded. Several processes add their sums before anything is divided:
 
-    mine = totals_by_depth(model, my_batches, depths, table)
-    dist.all_reduce(mine.counts)             # [nats at each depth ..., tokens, bytes], float64, CPU
-    mine.finish()
+    totals = totals_by_depth(model, own_batches, depths, table)
+    dist.all_reduce(totals.counts)           # [nats at each depth ..., tokens, bytes], float64, CPU
+    totals.finish()
 
-Nothing here turns a model's mode, so a compiled model is not compiled again.
+Nothing here switches the mode of a model, so a compiled model is not compiled again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from parcae.config import require
+from parcae.config import ConfigError, require
+from parcae.data.loader import Batch, validation_batches
+from parcae.data.packing import Method
+from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
+from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.jobs import Record, state_seed, without_diverged
+from parcae.evaluation.scorer import LoopedScorer, Scorer, seeded_state
+from parcae.files import FileError
 from parcae.model.depth import check_depth
 from parcae.model.frame import IGNORED_TARGET, LanguageModel
+from parcae.runs import find_tokenizer, read_recipe_table
+from parcae.runs.layout import DATA_FOLDER, RECIPE_FILE
+
+BATCH_ROWS = 8
+"""Rows of an item of `val`: the loss is computed for all of them together."""
+VAL_REMEDY = "Give a file of held-out texts by --val-data."
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a model is worth at one depth."""
+    """The loss at one depth."""
 
     loss: float
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
-    """None where no table of bytes was given, or the targets stand for no bytes."""
+    """None without a table of bytes, or where the targets stand for no bytes."""
 
 
 DepthLosses = dict[int, Loss]
@@ -44,11 +59,11 @@ DepthLosses = dict[int, Loss]
 
 @dataclass(frozen=True, eq=False)
 class Totals:
-    """Sums over tokens, kept apart until the end so that they can be added."""
+    """Sums over tokens, which several processes can add."""
 
     depths: tuple[int, ...]
     counts: Tensor
-    """[nats at each depth ..., tokens, bytes] in float64; bytes are NaN where they are unknown."""
+    """[nats at each depth ..., tokens, bytes] in float64; bytes are NaN if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +71,7 @@ class Totals:
 
     def __add__(self, other: Totals) -> Totals:
         if self.depths != other.depths:
-            raise ValueError(f"totals at depths {self.depths} and {other.depths} do not add up.")
+            raise ValueError(f"cannot add totals at depths {self.depths} and {other.depths}.")
         return Totals(self.depths, self.counts + other.counts)
 
     def finish(self) -> DepthLosses:
@@ -64,7 +79,7 @@ class Totals:
         require(
             tokens > 0,
             "batches",
-            "there is no token to measure the loss on",
+            "they have no token to measure the loss on",
             "Give at least one batch with a target that is not ignored.",
         )
         return {d: _finish(n, tokens, size) for d, n in zip(self.depths, nats, strict=True)}
@@ -75,7 +90,7 @@ def losses_by_depth(
     batches: Iterable[tuple[Tensor, Tensor]],
     depths: Sequence[int],
     bytes_of_token: Tensor | None = None,
-    state: Literal["zero", "like-init"] = "zero",
+    state: Tensor | Literal["zero", "like-init"] = "zero",
     device: str | torch.device | None = None,
     generator: torch.Generator | None = None,
 ) -> DepthLosses:
@@ -83,7 +98,8 @@ def losses_by_depth(
 
     `batches`: (inputs, targets) [rows, positions]; targets of -100 do not count.
     `bytes_of_token`: how many bytes of text each id stands for.
-    `device`: where batches go; that of the model if left out.
+    `state`: the initial state: zero, drawn from the generator, or a tensor [rows, positions, d_h].
+    `device`: where batches are moved to (default: the model's device).
     A Transformer has no loop and is measured at depth 1.
     """
     return totals_by_depth(
@@ -97,16 +113,16 @@ def totals_by_depth(
     batches: Iterable[tuple[Tensor, Tensor]],
     depths: Sequence[int],
     bytes_of_token: Tensor | None = None,
-    state: Literal["zero", "like-init"] = "zero",
+    state: Tensor | Literal["zero", "like-init"] = "zero",
     device: str | torch.device | None = None,
     generator: torch.Generator | None = None,
 ) -> Totals:
-    """One process's share; it may be empty. See `losses_by_depth`."""
-    wanted = tuple(sorted({check_depth(depth) for depth in depths}))
-    require(len(wanted) > 0, "depths", "there is none", "Name at least one number of loops.")
+    """The sums over the given batches, of which there may be none. See `losses_by_depth`."""
+    requested = tuple(sorted({check_depth(depth) for depth in depths}))
+    require(len(requested) > 0, "depths", "empty", "Give at least one number of loops.")
     device = model.device if device is None else torch.device(device)
     table = None if bytes_of_token is None else bytes_of_token.to(device)
-    counts = torch.zeros(len(wanted) + 2, dtype=torch.float64)
+    counts = torch.zeros(len(requested) + 2, dtype=torch.float64)
     if table is None:
         counts[-1] = torch.nan
     for inputs, targets in batches:
@@ -116,10 +132,10 @@ def totals_by_depth(
         counts[-2] += int(tokens)
         if table is not None:
             counts[-1] += _count_bytes(targets, table)
-        for place, (_, x) in enumerate(model.readings(inputs, wanted, state, generator)):
+        for index, (_, x) in enumerate(model.readings(inputs, requested, state, generator)):
             if tokens > 0:
-                counts[place] += model.loss(x, targets).item() * int(tokens)
-    return Totals(wanted, counts)
+                counts[index] += model.loss(x, targets).item() * int(tokens)
+    return Totals(requested, counts)
 
 
 def _count_bytes(targets: Tensor, table: Tensor) -> Tensor:
@@ -127,7 +143,7 @@ def _count_bytes(targets: Tensor, table: Tensor) -> Tensor:
     if ids.numel() and int(ids.max()) >= len(table):
         raise ValueError(
             f"bytes_of_token: {len(table)} entries, but a target has id {int(ids.max())}. "
-            "Is it the table of another tokenizer?"
+            "Give the table of the tokenizer that made the targets."
         )
     return table[ids].sum().cpu()
 
@@ -140,3 +156,127 @@ def _finish(nats: float, tokens: float, size: float) -> Loss:
         perplexity=math.exp(loss) if not loss > 700 else math.inf,
         bits_per_byte=nats / math.log(2) / size if known else None,
     )
+
+
+class HeldOutRows:
+    """The suite `val` on a run: the rows its training validates on. An item is a batch of rows."""
+
+    name = "val"
+    seed = None
+
+    def __init__(
+        self, batches: Callable[[], Iterator[Batch]], bytes_of_token: Tensor | None = None
+    ) -> None:
+        """`batches` returns the same batches whenever it is called."""
+        self.batches, self.bytes_of_token = batches, bytes_of_token
+        self.rows: list[int] = []
+        """Of each batch."""
+        digest = hashlib.sha256()
+        for batch in batches():
+            self.rows.append(len(batch.inputs))
+            for tokens in batch:
+                digest.update(tokens.to(torch.int64).contiguous().numpy())
+        self.positions = batch.inputs.shape[1] if self.rows else 0
+        self.fingerprint = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def cost(self, scorer: Scorer) -> float:
+        return sum(self.rows) * self.positions / len(self)
+
+    def score(
+        self, scorer: Scorer, is_done: Callable[[int], bool]
+    ) -> Iterator[tuple[int, Mapping[int, Record]]]:
+        assert isinstance(scorer, LoopedScorer)
+        for index, batch in enumerate(self.batches()):
+            yield 1, {} if is_done(index) else {index: self._record(index, batch, scorer)}
+
+    def _record(self, index: int, batch: Batch, scorer: LoopedScorer) -> Record:
+        state: Tensor | Literal["zero"] = "zero"
+        if scorer.draws_state:
+            first = sum(self.rows[:index])
+            width = scorer.model.config.core_block.width
+            seeds = (state_seed(self.seed, first + row) for row in range(self.rows[index]))
+            state = torch.stack([seeded_state(self.positions, width, seed) for seed in seeds])
+        totals = totals_by_depth(
+            scorer.model, [batch], scorer.depths, self.bytes_of_token, state
+        ).counts
+        *nats, tokens, size = totals.tolist()
+        record = {
+            "rows": self.rows[index],
+            "nats": nats,
+            "tokens": int(tokens),
+            "bytes": None if math.isnan(size) else int(size),
+        }
+        return without_diverged(record, [i for i, n in enumerate(nats) if not math.isfinite(n)])
+
+    def describe(self, records: Sequence[Record]) -> dict[str, Any]:
+        return {"rows": sum(self.rows)}
+
+    def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
+        nats = sum(record["nats"][depth_index] for record in records)
+        tokens = sum(record["tokens"] for record in records)
+        sizes = [record["bytes"] for record in records]
+        loss = _finish(nats, tokens, math.nan if None in sizes else sum(sizes))
+        return {
+            name: value if value is not None and math.isfinite(value) else None
+            for name, value in asdict(loss).items()
+        }
+
+
+def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> HeldOutRows:
+    """The rows that the recipe of a run holds out, or `limit` of them."""
+    if run is None or not (run / RECIPE_FILE).exists() or not isinstance(scorer, LoopedScorer):
+        raise ConfigError(f"val: {scorer.name} is not a run: no rows are held out. {VAL_REMEDY}")
+    recipe = read_recipe_table(run)
+    try:
+        data, context = recipe["data"], recipe["model"]["context_length"]
+        rows = recipe["run"]["validation_rows"] if limit is None else limit
+        sources, packing, split_long = data["sources"], data["packing"], data["split_long"]
+    except KeyError as error:
+        raise FileError(f"{run / RECIPE_FILE}: {error} is missing. {VAL_REMEDY}") from None
+    tokenizer = Tokenizer.load(find_tokenizer(run))
+    folders = [
+        Path(source) if (Path(source) / MANIFEST).exists() else run / DATA_FOLDER / str(number)
+        for number, source in enumerate(sources)
+    ]
+    for folder in folders:
+        if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
+            raise FileError(f"{folder}: its tokenizer is not that of {run}. {VAL_REMEDY}")
+    folders = with_held_out_rows(folders, context)
+    if not folders:
+        raise FileError(f"{run}: its data holds out less than one row. {VAL_REMEDY}")
+
+    def batches() -> Iterator[Batch]:
+        return held_out_batches(folders, context, BATCH_ROWS, rows, packing, split_long)
+
+    table = torch.as_tensor(tokenizer.bytes_per_token()) if tokenizer.is_byte_level else None
+    return HeldOutRows(batches, table)
+
+
+def with_held_out_rows(folders: Iterable[Path], context_length: int) -> list[Path]:
+    """The folders of shards whose held-out documents fill at least one row."""
+    totals = {f: read_manifest(f)["totals"]["validation"]["tokens"] for f in folders}
+    return [folder for folder, tokens in totals.items() if tokens > context_length]
+
+
+def held_out_batches(
+    folders: Sequence[Path],
+    context_length: int,
+    batch_rows: int,
+    rows: int,
+    packing: Method,
+    split_long: bool,
+) -> Iterator[Batch]:
+    """At most `rows` held-out rows, shared evenly by the folders of shards."""
+    for number, folder in enumerate(folders):
+        first, last = (rows * n // len(folders) for n in (number, number + 1))
+        yield from validation_batches(
+            ShardedDocuments.open(folder, "validation"),
+            context_length,
+            batch_rows,
+            limit=max(1, last - first),
+            packing=packing,
+            split_long=split_long,
+        )

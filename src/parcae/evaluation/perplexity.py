@@ -1,22 +1,87 @@
-"""Perplexity of running text, and of the last word of a passage, as lm-evaluation-harness has it.
+"""Loss of text, as lm-evaluation-harness measures it: WikiText, LAMBADA, and files of texts.
 
 A text is cut into windows whose predictions do not overlap: the first is predicted from BOS alone,
-every other from the token before it and, the last one, from as much text as fits. A passage that
-is too long loses tokens on the left.
+every other one from the token before it, and the last one from as much text as fits the context. A
+passage that is too long for the context loses tokens on the left.
 """
 
 from __future__ import annotations
 
+import gzip
 import math
 import re
+import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from parcae.config import require
-from parcae.evaluation.job import DataFile, Record, mean, standard_error, sums
+from parcae.config import ConfigError, require
+from parcae.data.readers import ReadOptions, read_documents
+from parcae.data.sources import find_files
+from parcae.evaluation.items import Fields, read_lines
+from parcae.evaluation.jobs import (
+    DataFile,
+    Job,
+    PromptJob,
+    Record,
+    mean,
+    standard_error,
+    sums,
+)
 from parcae.evaluation.prompts import Prompt, Span, cut_left
-from parcae.evaluation.scoring import Answer, Scorer
-from parcae.files import FileError
+from parcae.evaluation.results import Samples, job_result
+from parcae.evaluation.scorer import Answer, Scorer
+from parcae.evaluation.tasks import find
+from parcae.files import FileError, reading
+
+LAMBADA_FILE = "language_understanding/lambada_openai.jsonl"
+WIKITEXT_FILES = tuple(
+    f"{folder}wiki.test.raw" for folder in ("corpora/wikitext2_raw/", "wikitext-2-raw/", "")
+)
+
+
+@dataclass(frozen=True)
+class TextSuite:
+    """A suite of one job; None where its data is missing."""
+
+    job: Job | None
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [] if self.job is None else [self.job]
+
+    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+        if self.job is None:
+            return {"by_loops": {str(depth): None for depth in depths}}
+        return job_result(self.job, samples, depths)
+
+
+def open_lambada(folder: Path, limit: int | None) -> TextSuite:
+    path = find(folder, LAMBADA_FILE)
+    if path is None:
+        return TextSuite(None)
+    return TextSuite(Passages("lambada", read_passages(path)[:limit], DataFile(path, "test")))
+
+
+def open_wikitext(folder: Path, limit: int | None, scorer: Scorer) -> TextSuite:
+    paths = (find(folder, name) for name in WIKITEXT_FILES)
+    path = next((path for path in paths if path is not None), None)
+    if path is None:
+        return TextSuite(None)
+    articles = read_wikitext(path)[:limit]
+    texts = [detokenise(article) for article in articles]
+    return TextSuite(RunningText("wikitext", texts, articles, DataFile(path, "test"), scorer))
+
+
+def open_texts(path: str | Path, limit: int | None, scorer: Scorer) -> TextSuite:
+    """The suite `val` on a file: every document, or the first `limit`."""
+    files = find_files([path])
+    if len(files) != 1:
+        raise ConfigError(f"val-data: {path} stands for {len(files)} files. Name one file.")
+    texts = [document.text for document in islice(read_documents(files, ReadOptions()), limit)]
+    return TextSuite(RunningText("val", texts, texts, DataFile(files[0].path, "held out"), scorer))
 
 
 class Window(NamedTuple):
@@ -36,35 +101,41 @@ def windows(tokens: Sequence[int], prefix: int, context: int) -> Iterator[Window
 
 
 def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:
-    """What is scored of each text after `context`, spaces at whose end count as the text's: what
-    the encoding of both has beyond the length of the context's own. Where a token spans the two,
-    the model still reads the context's own. It never reads the last token, so one more fits. In
-    front is what the tokenizer puts there, and BOS where there is no context."""
-    kept = context.rstrip()
-    spaces = context[len(kept) :]
+    """The prompt that scores each of `texts` after `context`.
+
+    Spaces at the end of the context belong to the text. The scored tokens are those which the
+    encoding of both has beyond the length of the context's own encoding; where a token spans the
+    two, the model still reads the context's own tokens. It never reads the last token, so one more
+    fits. The sequence begins with the tokenizer's own prefix, or with BOS where the context is
+    empty.
+    """
+    trimmed = context.rstrip()
+    spaces = context[len(trimmed) :]
     bos = [] if scorer.bos is None else [scorer.bos]
-    begin = list(scorer.opening) if kept else bos
-    read = scorer.encode(kept)
-    whole, spans = [], []
+    prefix = list(scorer.prefix) if trimmed else bos
+    context_tokens = scorer.encode(trimmed)
+    sequences, spans = [], []
     for text in texts:
-        both = scorer.encode(kept + spaces + text)
-        tokens = begin + (read + both[len(read) :] if len(both) > len(read) else both)
+        both = scorer.encode(trimmed + spaces + text)
+        tokens = prefix + (
+            context_tokens + both[len(context_tokens) :]
+            if len(both) > len(context_tokens)
+            else both
+        )
         require(
             len(tokens) > 1,
             "text",
-            f"{context + text!r} has no token that another comes before",
-            "Give a longer one, or a tokenizer with a token to begin with.",
+            f"{context + text!r} has no token with another one before it",
+            "Give a longer text, or a tokenizer with a BOS token.",
         )
-        start = min(len(begin) + len(read), len(tokens) - 1)
-        whole.append(tokens)
+        start = min(len(prefix) + len(context_tokens), len(tokens) - 1)
+        sequences.append(tokens)
         spans.append(Span(max(start, 1), len(tokens)))
-    return cut_left(whole, spans, scorer.context_length + 1)
+    return cut_left(sequences, spans, scorer.context_length + 1)
 
 
-class Passages:
+class Passages(PromptJob):
     """LAMBADA: the last word of each passage."""
-
-    seed: int | None = None
 
     def __init__(self, name: str, passages: Sequence[tuple[str, str]], source: DataFile) -> None:
         self.name, self.passages, self.source = name, passages, source
@@ -80,9 +151,9 @@ class Passages:
         (answer,) = answers
         return {"nats": sums(answer), "greedy": answer.is_greedy(), "cut": prompt.is_cut}
 
-    def summarise(self, records: Sequence[Record], place: int) -> dict[str, Any]:
-        right = [float(record["greedy"][place]) for record in records]
-        nats = mean([record["nats"][place] for record in records])
+    def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
+        right = [float(record["greedy"][depth_index]) for record in records]
+        nats = mean([record["nats"][depth_index] for record in records])
         return {
             "accuracy": mean(right),
             "standard_error": standard_error(right),
@@ -90,10 +161,9 @@ class Passages:
         }
 
 
-class RunningText:
-    """Whole documents. An item is a window of one; words and bytes count with its first."""
-
-    seed: int | None = None
+class RunningText(PromptJob):
+    """Whole documents. An item is a window; the words and bytes of a document count with its first
+    window."""
 
     def __init__(
         self,
@@ -103,10 +173,10 @@ class RunningText:
         source: DataFile,
         scorer: Scorer,
     ) -> None:
-        """`documents` is what the model reads, `counted` the texts whose words and bytes count."""
+        """`documents` are what the model reads, `counted` the texts whose words and bytes count."""
         self.name, self.source = name, source
         bos = scorer.bos
-        require(bos is not None, "tokenizer", "it has no token to begin with", "Use another.")
+        require(bos is not None, "tokenizer", "it has no BOS or EOS token", "Use another model.")
         assert bos is not None
         self.windows: list[tuple[int, Window]] = [
             (number, window)
@@ -114,7 +184,7 @@ class RunningText:
             for window in windows(scorer.encode(text), bos, scorer.context_length)
         ]
         if not self.windows:
-            raise FileError(f"{source.path}: it holds no text. Name a file that does.")
+            raise FileError(f"{source.path}: contains no text. Name another file.")
         self.words = [len(re.split(r"\s+", text)) for text in counted]
         self.bytes = [len(text.encode()) for text in counted]
 
@@ -137,8 +207,8 @@ class RunningText:
             "bytes": self.bytes[document] if is_first else 0,
         }
 
-    def summarise(self, records: Sequence[Record], place: int) -> dict[str, Any]:
-        nats = math.fsum(record["nats"][place] for record in records)
+    def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
+        nats = math.fsum(record["nats"][depth_index] for record in records)
         tokens, words, size = (
             sum(record[unit] for record in records) for unit in ("tokens", "words", "bytes")
         )
@@ -152,5 +222,82 @@ class RunningText:
 
 
 def exponential(nats: float) -> float | None:
-    """None where it is beyond any number."""
+    """exp(nats), or None where it overflows."""
     return math.exp(nats) if nats < 700 else None
+
+
+SEPARATORS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."}
+PUNCTUATION = {f" {mark} ": f"{mark} " for mark in ":;.!?,"}
+ENCLOSED = (
+    (re.compile(r"\(\s*([^)]*?)\s*\)"), r"(\1)"),
+    (re.compile(r"\[\s*([^\]]*?)\s*\]"), r"[\1]"),
+    (re.compile(r"{\s*([^}]*?)\s*}"), r"{\1}"),
+    (re.compile(r'"\s*([^"]*?)\s*"'), r'"\1"'),
+    (re.compile(r"'\s*([^']*?)\s*'"), r"'\1'"),
+)
+OTHERS = {
+    "= = = =": "====",
+    "= = =": "===",
+    "= =": "==",
+    " ° ": "°",
+    " \n": "\n",
+    "\n ": "\n",
+    " N ": " 1 ",
+    " 's": "'s",
+}
+
+
+def detokenise(text: str) -> str:
+    """WikiText without the spaces around its punctuation, by the rules of the harness in their
+    order: each works on what the ones before it left."""
+    text = text.replace("s '", "s'")
+    text = re.sub("/' [0-9]/", "/'[0-9]/", text)
+    for spaced, plain in (SEPARATORS | PUNCTUATION).items():
+        text = text.replace(spaced, plain)
+    for pattern, plain in ENCLOSED:
+        text = pattern.sub(plain, text)
+    for spaced, plain in OTHERS.items():
+        text = text.replace(spaced, plain)
+    return text
+
+
+def split_articles(text: str) -> Iterator[str]:
+    """WikiText's file, cut before every line ` = Title = `; subtitles have more signs."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        title = line.replace("= = =", "===").replace("= =", "==").strip()
+        if title.startswith("= ") and title.endswith(" ="):
+            if (article := "\n".join(lines)).strip():
+                yield article
+            lines = []
+        lines.append(line)
+    yield "\n".join(lines)
+
+
+def read_wikitext(path: Path) -> list[str]:
+    """The articles of WikiText, as the file has them."""
+    try:
+        with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+            text = stream.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(
+            f"{path}: not UTF-8 ({error}). Download the raw version of WikiText."
+        ) from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise FileError(f"{path}: not a complete gzip file ({error}). Download it again.") from None
+    articles = list(split_articles(text))
+    if not any(article.strip() for article in articles):
+        raise FileError(f"{path}: contains no text. Download it again.")
+    return articles
+
+
+def read_passages(path: Path) -> list[tuple[str, str]]:
+    """LAMBADA: the text before the last word, and the word, of each passage."""
+    return read_lines(path, _passage)
+
+
+def _passage(fields: Fields) -> tuple[str, str]:
+    word = fields.text("continuation").strip(" ")  # a line break before the word counts
+    if not word.strip():
+        raise fields.error("nothing to predict", "continuation")
+    return fields.text("context"), word

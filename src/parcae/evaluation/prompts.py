@@ -1,15 +1,15 @@
-"""From questions to token sequences, with the part of each that is scored.
+"""From questions to token sequences, with the span of each that is scored.
 
-    1337                        shuffles a task's items, once
-    seed + i                    draws the examples shown before item i, from all others
-    example blank line ... question delimiter answer      one text for each alternative
-    BOS and its tokens, the last `context` of them        one sequence for each text
+1. The items of a task are shuffled once, with seed 1337.
+2. The few-shot examples of item i are drawn from all other items, with seed + i.
+3. Each alternative is a text: examples, separated by blank lines; question; delimiter; answer.
+4. Each text is a token sequence: BOS and its tokens, of which the last `context` are kept.
 
-What is scored, as token positions [start, end):
+The scored span, as token positions [start, end):
 
-    multiple choice       from where the alternatives first differ
-    schema                their longest common ending
-    language modelling    what the answer adds to the question
+    multiple choice       from the first token in which the alternatives differ
+    schema                the longest common ending of the alternatives
+    language modelling    the answer
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from parcae.evaluation.tasks import Kind, Task
 
 SHUFFLE_SEED = 1337
 SEEDS = (1234, 2345, 3456)
+"""Of the few-shot examples, by default."""
 BLANK_LINE = "\n\n"
 
 Encode = Callable[[str], list[int]]
@@ -36,16 +37,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """An item ready to be scored: alternatives as token sequences with their scored spans."""
+    """The alternatives of an item as token sequences, with their scored spans."""
 
     sequences: tuple[tuple[int, ...], ...]
     spans: tuple[Span, ...]
     lengths: tuple[int, ...]
-    """Before tokens were dropped on the left."""
+    """Of the sequences before tokens were dropped on the left."""
     lost: int = 0
-    """Tokens to be scored among those dropped, at most for an alternative."""
+    """Tokens dropped from a span, for the alternative that lost most."""
     is_aligned: bool = True
-    """Whether an answer begins where a token does; else that token is scored, question and all."""
+    """Whether the answer begins with a token of its own; if not, the token that spans the end of
+    the question and the beginning of the answer is scored."""
 
     @property
     def is_cut(self) -> bool:
@@ -53,26 +55,25 @@ class Prompt:
 
 
 def shuffled(count: int) -> list[int]:
-    """Places of the file in the order in which they are evaluated."""
+    """Rows of the file in the order of evaluation."""
     order = list(range(count))
     random.Random(SHUFFLE_SEED).shuffle(order)
     return order
 
 
 def draw_examples(count: int, index: int, shots: int, seed: int) -> list[int]:
-    """Indices, in the shuffled order, of what is shown before item `index`: a sample of all others,
-    whose list is never made, since some tasks have very many."""
+    """Indices, in the shuffled order, of the examples of item `index`, drawn from all others."""
     drawn = random.Random(seed + index).sample(range(count - 1), shots)
-    return [place + (place >= index) for place in drawn]
+    return [other + (other >= index) for other in drawn]
 
 
 def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
-    """The texts of an item's alternatives; for language modelling the text without the answer,
-    then the one with it."""
+    """The texts of an item's alternatives; for language modelling, the text without the answer and
+    the text with it."""
     trim = str.strip if task.kind == "language_modeling" else str
     shown = [
-        f"{trim(one.questions[one.gold])}{task.delimiter}{one.answers[one.gold]}"
-        for one in examples
+        f"{trim(example.questions[example.gold])}{task.delimiter}{example.answers[example.gold]}"
+        for example in examples
     ]
     asked = [f"{trim(question)}{task.delimiter}" for question in item.questions]
     texts = [
@@ -87,26 +88,27 @@ def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
 def tokenised(
     kind: Kind, texts: Sequence[str], encode: Encode, bos: int | None, context: int
 ) -> Prompt:
+    """The prompt of an item, from the texts of its alternatives."""
     is_aligned = True
-    begin = [] if bos is None else [bos]
-    whole = [begin + encode(text) for text in texts]
+    prefix = [] if bos is None else [bos]
+    sequences = [prefix + encode(text) for text in texts]
     if kind == "language_modeling":
-        without, whole = whole[0], whole[1:]
-        start = min(common_prefix([without, *whole]), len(whole[0]) - 1)
-        is_aligned = start == len(without)
-        spans = [Span(start, len(whole[0]))]
+        question, sequences = sequences[0], sequences[1:]
+        start = min(common_prefix([question, *sequences]), len(sequences[0]) - 1)
+        is_aligned = start == len(question)
+        spans = [Span(start, len(sequences[0]))]
     elif kind == "multiple_choice":
-        start = min(common_prefix(whole), min(map(len, whole)) - 1)
-        spans = [Span(start, len(tokens)) for tokens in whole]
+        start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
+        spans = [Span(start, len(tokens)) for tokens in sequences]
     else:
-        shared = max(common_suffix(whole), 1)
-        spans = [Span(len(tokens) - shared, len(tokens)) for tokens in whole]
-    return replace(cut_left(whole, spans, context), is_aligned=is_aligned)
+        shared = max(common_suffix(sequences), 1)
+        spans = [Span(len(tokens) - shared, len(tokens)) for tokens in sequences]
+    return replace(cut_left(sequences, spans, context), is_aligned=is_aligned)
 
 
 def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context: int) -> Prompt:
-    """Sequences no longer than `context`; where a span itself is cut, what is left has one token
-    before it to be predicted from."""
+    """The prompt with the last `context` tokens of each sequence. A span that does not fit is cut
+    such that one token remains before it."""
     kept, moved, lost = [], [], 0
     for tokens, (start, end) in zip(sequences, spans, strict=True):
         dropped = max(len(tokens) - context, 0)
@@ -118,15 +120,15 @@ def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context:
 
 
 def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all begin with."""
+    """The number of tokens that all sequences begin with."""
     shortest = min(map(len, sequences))
     first = sequences[0]
-    for place in range(shortest):
-        if any(other[place] != first[place] for other in sequences[1:]):
-            return place
+    for index in range(shortest):
+        if any(other[index] != first[index] for other in sequences[1:]):
+            return index
     return shortest
 
 
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens all end with."""
+    """The number of tokens that all sequences end with."""
     return common_prefix([sequence[::-1] for sequence in sequences])

@@ -1,32 +1,101 @@
-"""Our models as scorers: every depth from one pass, and what alternatives share computed once."""
+"""Scorers: the loss of the scored spans of prompts, at every requested number of loops.
+
+    scorer = open_scorer("runs/a", loops=(1, 4, 8))        # a LoopedScorer, or an HFScorer
+    for answers in scorer.score(prompts):
+        answers[0].nats[-1]        # of the first alternative's span, after eight loops
+
+`LoopedScorer` scores parcae models: it reads all depths from one pass and computes what the
+alternatives of a question share only once. `HFScorer` (hf_scorer.py) scores transformers models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.branches import Branches, Bundle, Scratch, bundles
 from parcae.evaluation.prompts import Prompt
-from parcae.evaluation.scoring import Answer, read_predictions
+from parcae.files import FileError, read_json
 from parcae.infer.network import Network, exactly
 from parcae.infer.request import check_whole
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import BrokenLogits, check_logits
+from parcae.model import CONFIG_FILE
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
+from parcae.model.release import is_release
+from parcae.model.store import FORMAT
+from parcae.runs import open_checkpoint
+
+State = Literal["zero", "like-init"]
 
 BATCH_TOKENS = {"cpu": 1024}
-"""What one pass of a layer makes of them stays in a core's cache."""
+"""Small enough that the activations of one layer stay in a core's cache."""
 BATCH_TOKENS_ON_DEVICE = 32_768
+MAX_LOGITS = 1 << 25
+"""Logits in memory at once while predictions are read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The scored span of one alternative, at every depth."""
+
+    nats: Tensor
+    """Loss of each token [depths, span], float64; NaN at a depth where the model diverged."""
+    likeliest: Tensor
+    """The model's own most likely tokens [depths, span]."""
+    expected: Tensor
+    """The tokens of the span [span]."""
+
+    def is_greedy(self) -> list[bool]:
+        """Whether every token of the span is the likeliest one, at each depth."""
+        return (self.likeliest == self.expected).all(1).tolist()
+
+    def diverged(self) -> list[int]:
+        """Indices of the depths without a prediction."""
+        return self.nats.isnan().any(1).nonzero().flatten().tolist()
+
+
+class Scorer(Protocol):
+    name: str
+    identity: str
+    """Changes with the weights and with everything else that changes an answer."""
+    depths: tuple[int, ...]
+    """Numbers of loops to score at; (1,) for a model without a loop."""
+    is_looped: bool
+    draws_state: bool
+    """Whether the initial state is random, so that the seed changes every answer."""
+    context_length: int
+    batch_tokens: int
+    bos: int | None
+    prefix: tuple[int, ...]
+    """Tokens that the tokenizer itself puts before a text, as lm-evaluation-harness keeps them."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def cost(self, prompt: Prompt) -> int:
+        """Number of tokens to compute."""
+        ...
+
+    def score(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
+    ) -> list[list[Answer]]:
+        """Return an answer for every alternative of every prompt. `seeds` has one entry per prompt,
+        for a model whose initial state is random."""
+        ...
 
 
 class LoopedScorer:
-    """A model of ours, looped or not."""
+    """Score a parcae model: looped, or a Transformer."""
 
     def __init__(
         self,
@@ -36,67 +105,71 @@ class LoopedScorer:
         *,
         name: str = "model",
         identity: str = "",
-        state: Literal["zero", "like-init"] = "zero",
+        state: State = "zero",
         batch_tokens: int | None = None,
         context: int | None = None,
     ) -> None:
-        """`depths` left out is the mean number of loops in training, `context` the model's own."""
+        """`depths` defaults to the mean number of loops in training, `context` to the model's
+        context length."""
         self.model = model
         self.network = Network(model)
         self.is_looped = isinstance(model, LoopedModel)
-        wanted = depths or (model.config.loop.nominal_loops,)
-        self.depths = tuple(sorted({check_whole("loops", depth, 1) for depth in wanted}))
+        requested = depths or (model.config.loop.nominal_loops,)
+        self.depths = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
         if not self.is_looped:
             self.depths = (1,)
-        size = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
-        self.batch_tokens = size if batch_tokens is None else batch_tokens
-        least = "Use at least 1."
-        require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens} is too few", least)
+        default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
+        self.batch_tokens = default if batch_tokens is None else batch_tokens
+        require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
-        most = model.config.context_length
-        self.context_length = most if context is None else context
-        fits = self.context_length <= most
-        require(fits, "context", f"{context} is more than the model's {most}", "Use fewer.")
+        limit = model.config.context_length
+        self.context_length = limit if context is None else context
+        fits = self.context_length <= limit
+        require(fits, "context", f"{context} is more than the model's {limit}", "Use fewer tokens.")
         self.tokenizer = tokenizer
         self.bos: int | None = tokenizer.bos
-        self.opening: tuple[int, ...] = (tokenizer.bos,)
+        self.prefix: tuple[int, ...] = (tokenizer.bos,)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
 
     def cost(self, prompt: Prompt) -> int:
-        return sum(held.size for held, _ in bundles(prompt))
+        return sum(bundle.size for bundle, _ in bundles(prompt))
 
     def score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
-        sheet = Sheet(prompts)
+        batch = PromptBatch(prompts)
         with torch.no_grad(), exactly(self.network.device):
-            readings = self._readings(sheet, seeds)
-        return sheet.sort_out(*(torch.stack(column) for column in zip(*readings, strict=True)))
+            predictions = self._predict(batch, seeds)
+        columns = (torch.stack(column) for column in zip(*predictions, strict=True))
+        return batch.answers(*columns)
 
-    def _readings(self, sheet: Sheet, seeds: Sequence[int] | None) -> list[tuple[Tensor, Tensor]]:
-        """Nats and likeliest tokens at each depth."""
+    def _predict(
+        self, batch: PromptBatch, seeds: Sequence[int] | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
         device = network.device
-        work: Any = Branches(sheet.bundles, device)
+        work: Any = Branches(batch.bundles, device)
         scratch: Any = Scratch(network.layout)
-        targets = torch.tensor(sheet.targets, device=device)
-        predictors = torch.tensor(sheet.predictors, device=device)
+        targets = torch.tensor(batch.targets, device=device)
+        predictors = torch.tensor(batch.predictors, device=device)
         drive = network.begin(work, scratch)
-        h = self._initial_state(sheet, drive, seeds)
-        readings, done = [], 0
+        h = self._initial_state(batch, drive, seeds)
+        predictions, done = [], 0
         for depth in self.depths:
             h = network.loop(h, drive, work, scratch, range(done + 1, depth + 1))
             done = depth
             x = network.read(h, work, scratch)[predictors]
-            readings.append(self._read(x, targets, depth))
-        return readings
+            predictions.append(self._read(x, targets, depth))
+        return predictions
 
     def _read(self, x: Tensor, targets: Tensor, loops: int) -> tuple[Tensor, Tensor]:
-        """Some models diverge when they loop on: then a depth is lost, but not those before it."""
+        """NaN where the model diverges after the first of the requested depths, which is an
+        error: some models diverge with more loops than they were trained with."""
         try:
             return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
         except BrokenLogits as error:
@@ -106,62 +179,205 @@ class LoopedScorer:
             targets, -1, device="cpu"
         )
 
-    def _initial_state(self, sheet: Sheet, drive: Tensor, seeds: Sequence[int] | None) -> Tensor:
-        """Where it is drawn, a prompt's seed and a position decide: alternatives start alike."""
+    def _initial_state(
+        self, batch: PromptBatch, drive: Tensor, seeds: Sequence[int] | None
+    ) -> Tensor:
+        """Zero, or drawn by the seed of the prompt: all its alternatives start alike."""
         if not self.draws_state:
             return torch.zeros_like(drive)
-        require(seeds is not None, "seeds", "the state is drawn", "Give one for each prompt.")
+        remedy = "Give one seed per prompt."
+        require(seeds is not None, "seeds", "state like-init needs them", remedy)
         assert seeds is not None
-        width = drive.shape[1]
-        drawn = []
-        for owner, held in zip(sheet.owners, sheet.bundles, strict=True):
-            generator = torch.Generator().manual_seed(seeds[owner])
-            positions = held.positions
-            shape = (max(positions) + 1, width)
-            whole = draw_state(shape, generator, torch.device("cpu"), torch.float32)
-            drawn.append(whole[torch.tensor(positions)])
-        return torch.cat(drawn).to(drive)
+        states = []
+        for owner, bundle in zip(batch.owners, batch.bundles, strict=True):
+            positions = bundle.positions
+            state = seeded_state(max(positions) + 1, drive.shape[1], seeds[owner])
+            states.append(state[torch.tensor(positions)])
+        return torch.cat(states).to(drive)
 
 
-class Sheet:
+def seeded_state(length: int, width: int, seed: int) -> Tensor:
+    """A like-init state [length, width] on the CPU, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return draw_state((length, width), generator, torch.device("cpu"), torch.float32)
+
+
+class PromptBatch:
     """A batch of prompts as one row of tokens, and where each answer is read."""
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
-        found = [
-            (held, owner, branches)
+        parts = [
+            (bundle, owner, branches)
             for owner, prompt in enumerate(prompts)
-            for held, branches in bundles(prompt)
+            for bundle, branches in bundles(prompt)
         ]
-        found.sort(key=lambda one: one[0].shape)  # neighbours of one shape are computed at once
-        self.bundles: list[Bundle] = [held for held, _, _ in found]
-        self.owners = [owner for _, owner, _ in found]
-        self.alternatives = [len(prompt.sequences) for prompt in prompts]
+        parts.sort(key=lambda part: part[0].shape)  # neighbours of one shape are computed together
+        self.bundles: list[Bundle] = [bundle for bundle, _, _ in parts]
+        self.owners = [owner for _, owner, _ in parts]
+        """The index of the prompt of each bundle."""
         self.predictors: list[int] = []
+        """Positions in the row whose prediction is scored."""
         self.targets: list[int] = []
         self._spans: list[tuple[int, int, int]] = []
-        """Owner, alternative and number of tokens, in the order of the targets."""
+        """Prompt, alternative and number of tokens, in the order of the targets."""
+        self._prompts = len(prompts)
         start = 0
-        for held, owner, branches in found:
-            for branch, places in enumerate(branches):
-                for place in places:
-                    self._add(prompts[owner], owner, place, start, held, branch)
-            start += held.size
+        for bundle, owner, branches in parts:
+            for branch, alternatives in enumerate(branches):
+                for alternative in alternatives:
+                    self._add(prompts[owner], owner, alternative, start, bundle, branch)
+            start += bundle.size
 
     def _add(
-        self, prompt: Prompt, owner: int, place: int, start: int, held: Bundle, branch: int
+        self, prompt: Prompt, owner: int, alternative: int, start: int, bundle: Bundle, branch: int
     ) -> None:
-        begin, end = prompt.spans[place]
-        self.predictors += [start + held.place(branch, at - 1) for at in range(begin, end)]
-        self.targets += prompt.sequences[place][begin:end]
-        self._spans.append((owner, place, end - begin))
+        begin, end = prompt.spans[alternative]
+        self.predictors += [start + bundle.index(branch, at - 1) for at in range(begin, end)]
+        self.targets += prompt.sequences[alternative][begin:end]
+        self._spans.append((owner, alternative, end - begin))
 
-    def sort_out(self, nats: Tensor, likeliest: Tensor) -> list[list[Answer]]:
-        """Numbers [depths, targets] back to the alternatives they belong to."""
-        answers: list[dict[int, Answer]] = [{} for _ in self.alternatives]
+    def answers(self, nats: Tensor, likeliest: Tensor) -> list[list[Answer]]:
+        """Values [depths, targets], given back to the alternatives they belong to."""
+        answers: list[dict[int, Answer]] = [{} for _ in range(self._prompts)]
         expected = torch.tensor(self.targets)
         start = 0
-        for owner, place, count in self._spans:
-            here = slice(start, start + count)
-            answers[owner][place] = Answer(nats[:, here], likeliest[:, here], expected[here])
+        for owner, alternative, count in self._spans:
+            span = slice(start, start + count)
+            answers[owner][alternative] = Answer(nats[:, span], likeliest[:, span], expected[span])
             start += count
-        return [[found[place] for place in range(len(found))] for found in answers]
+        return [[by_index[index] for index in range(len(by_index))] for by_index in answers]
+
+
+def batches(costs: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of prompts that are scored together, by falling cost, so that prompts of a batch are
+    of similar length and a lack of memory shows at once. Each batch costs at most `max_tokens`,
+    unless a single prompt costs more."""
+    batch: list[int] = []
+    total = 0
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        if batch and total + costs[index] > max_tokens:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += costs[index]
+    if batch:
+        yield batch
+
+
+def read_predictions(
+    logits: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Losses of the targets [N] and the likeliest tokens [N], a few predictions at a time."""
+    nats, likeliest = [], []
+    rows = max(MAX_LOGITS // vocabulary, 1)
+    for part, expected in zip(x.split(rows), targets.split(rows), strict=True):
+        predicted = logits(part).float()
+        check_logits(predicted)
+        losses = F.cross_entropy(predicted, expected, reduction="none").double().cpu()
+        if not losses.isfinite().all():
+            raise BrokenLogits("logits: minus infinity for a scored token.")
+        nats.append(losses)
+        likeliest.append(predicted.argmax(-1).cpu())
+    return torch.cat(nats), torch.cat(likeliest)
+
+
+def open_scorer(
+    model: str | Path | LanguageModel,
+    loops: Sequence[int] | None = None,
+    *,
+    state: State = "zero",
+    tokenizer: str | Path | Tokenizer | None = None,
+    best: bool = False,
+    batch_tokens: int | None = None,
+    context: int | None = None,
+    device: str | torch.device | None = None,
+) -> Scorer:
+    """Return the scorer of a model: a parcae model, run or checkpoint by its folder, a transformers
+    model by its folder or its name on the hub, or a parcae model in memory with its tokenizer.
+
+    `loops`: numbers of loops to score at (default: the mean in training). `context`: tokens read at
+    a time (default: the model's context length). `device`: default cpu, or where the model is.
+    """
+    require(context is None or context >= 2, "context", f"{context} is too few", "Use at least 2.")
+    if device is not None:
+        _check_device(device)
+    options: dict[str, Any] = {"state": state, "batch_tokens": batch_tokens, "context": context}
+    if isinstance(model, LanguageModel):
+        remedy = "Give it by tokenizer=, as a Tokenizer or a path."
+        require(tokenizer is not None, "tokenizer", "a model in memory needs one", remedy)
+        require(not best, "best", "a model in memory has no checkpoints", "Omit it.")
+        assert tokenizer is not None
+        if not isinstance(tokenizer, Tokenizer):
+            tokenizer = Tokenizer.load(tokenizer)
+        moved = model if device is None else model.to(device)
+        identity = f"{fingerprint(model)} {tokenizer.sha256}"
+        return LoopedScorer(moved, tokenizer, loops, identity=identity, **options)
+    require(
+        not isinstance(tokenizer, Tokenizer),
+        "tokenizer",
+        "a Tokenizer goes with a model in memory",
+        "Give a path.",
+    )
+    assert not isinstance(tokenizer, Tokenizer)
+    if is_transformers_model(model):
+        if (loops and tuple(loops) != (1,)) or state != "zero":
+            key = "state" if state != "zero" else "loops"
+            raise ConfigError(f"{key}: {model} has no loop. Omit this setting.")
+        require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
+        require(not best, "best", f"{model} is not a run", "Omit this setting.")
+        return _open_transformers_model(str(model), device or "cpu", batch_tokens, context)
+    if not Path(model).exists():
+        raise FileError(
+            f"{model}: no such folder. Give the folder of a model, a run or a checkpoint, or the "
+            "full name of a model on the hub, such as openai-community/gpt2."
+        )
+    checkpoint = open_checkpoint(model, tokenizer, best)
+    return LoopedScorer(
+        checkpoint.model.to(device or "cpu"),
+        checkpoint.tokenizer,
+        loops,
+        name=str(checkpoint.folder),
+        identity=f"{fingerprint(checkpoint.model)} {checkpoint.tokenizer.sha256}",
+        **options,
+    )
+
+
+def _open_transformers_model(
+    name: str, device: str | torch.device, batch_tokens: int | None, context: int | None
+) -> Scorer:
+    from parcae.evaluation.hf_scorer import HFScorer, tokenizer_fingerprint
+
+    options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
+    scorer = HFScorer.open(name, device, context_length=context, **options)
+    scorer.identity = f"{fingerprint(scorer.model)} {tokenizer_fingerprint(scorer.tokenizer)}"
+    return scorer
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"device: {device} cannot be used here ({reason}). Use cpu.") from None
+
+
+def is_transformers_model(name: str | Path) -> bool:
+    """Whether this is a name such as owner/model and not a path (where a folder `owner` exists, a
+    mistyped path is more likely), or the folder of a model that parcae did not write."""
+    path = Path(name)
+    if not path.exists():
+        is_name = isinstance(name, str) and name.count("/") == 1 and name[0] not in "./"
+        return is_name and not path.parent.is_dir()
+    if not (path / CONFIG_FILE).is_file():
+        return False
+    config = read_json(path / CONFIG_FILE)
+    return not (isinstance(config, dict) and (config.get("format") == FORMAT or is_release(config)))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """SHA-256 of all weights, with their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

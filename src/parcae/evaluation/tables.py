@@ -1,4 +1,12 @@
-"""An evaluation's result as tables for the terminal and as a picture of scores against loops."""
+"""The result of an evaluation as tables for the terminal and as a figure of scores against loops.
+
+Where the folder of task files has the published scores of other models, they are shown beside the
+measured ones. They are files of this form:
+
+    Task            , Accuracy  , Centered
+    arc_easy        , 0.412458  , 0.216611
+    CORE            ,           , 0.113891
+"""
 
 from __future__ import annotations
 
@@ -6,23 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from parcae import console
-from parcae import plotting as draw
-from parcae.evaluation.published import Scores
-from parcae.evaluation.tasks import SHORT_KINDS
+from parcae import console, plotting
+from parcae.evaluation.results import EvaluationResult
+from parcae.evaluation.suites import SUITES
+from parcae.evaluation.tasks import FOLDERS, SHORT_KINDS, Baselines, core
+from parcae.files import reading
 
 Tree = Mapping[str, Any]
-TITLES = {
-    "val": "Held-out text",
-    "wikitext": "WikiText",
-    "lambada": "LAMBADA",
-    "core": "CORE",
-    "core-extended": "CORE-Extended",
-    "zero-shot": "Zero-shot",
-}
-MEASURES = {
+METRICS = {
     "loss": "loss",
     "perplexity": "perplexity",
     "word_perplexity": "word perplexity",
@@ -30,151 +32,234 @@ MEASURES = {
     "bits_per_byte": "bits per byte",
     "accuracy": "accuracy",
 }
-PERCENT = {"accuracy"}
-PANELS_IN_A_ROW = 3
+IN_PERCENT = {"accuracy"}
+PANELS_PER_ROW = 3
+
+PUBLISHED_FOLDERS = tuple(f"{folder}/{below}" for folder in FOLDERS for below in ("", "meta"))
+PUBLISHED_MODELS = {
+    "openai-community-gpt2": "GPT-2",
+    "openai-community-gpt2-medium": "GPT-2 medium",
+    "openai-community-gpt2-large": "GPT-2 large",
+    "openai-community-gpt2-xl": "GPT-2 XL",
+}
+Scores = dict[str, float]
+"""Centred accuracy by task; CORE is their mean."""
 
 
-def tables(result: Tree, published: Mapping[str, Scores]) -> Iterator[Table]:
-    for name, suite in result["suites"].items():
-        if name in ("core", "core-extended"):
-            yield _context_table(name, suite, result, published)
-        elif name == "zero-shot":
-            yield _zero_shot_table(suite, result)
+def published_scores(folder: Path | None, baselines: Baselines = "nanochat") -> dict[str, Scores]:
+    """Published scores by model, smallest model first; files that cannot be read are omitted.
+
+    The scores in the files are centred by nanochat's baselines; for other baselines they are
+    centred again, so that all scores of a table can be compared."""
+    if folder is None:
+        return {}
+    published = {}
+    for file, name in PUBLISHED_MODELS.items():
+        paths = (folder / below.lstrip("/") / f"{file}.csv" for below in PUBLISHED_FOLDERS)
+        if path := next((path for path in paths if path.is_file()), None):
+            accuracies, scores = _read_column(path, 1), _read_column(path, 2)
+            published[name] = scores if baselines == "nanochat" else _centre(accuracies, baselines)
+    return published
+
+
+def _centre(accuracies: Scores, baselines: Baselines) -> Scores:
+    tasks = [task for task in core() if task.name in accuracies]
+    scores = {task.name: task.centred(accuracies[task.name], baselines) for task in tasks}
+    if len(tasks) == len(core()):
+        scores["CORE"] = sum(scores.values()) / len(scores)
+    return scores
+
+
+def _read_column(path: Path, column: int) -> Scores:
+    scores: Scores = {}
+    with reading(path):
+        text = path.read_text(encoding="utf-8", errors="replace")
+    for line in text.splitlines():
+        cells = line.split(",")
+        try:
+            scores[cells[0].strip()] = float(cells[column])
+        except (IndexError, ValueError):  # the header, or a line that is not a score
+            continue
+    return scores
+
+
+def tables(
+    result: EvaluationResult, published: Mapping[str, Scores], terminal: Console | None = None
+) -> list[Table]:
+    """One table per suite, with as many published models as the terminal has room for."""
+    terminal = terminal or console.out
+    unbounded = terminal.options.update(width=10_000)
+    names = list(published)
+    while True:
+        made = list(_tables(result, {name: published[name] for name in names}))
+        width = max(terminal.measure(table, options=unbounded).maximum for table in made)
+        if width <= terminal.width or not names:
+            return made
+        names.pop()
+
+
+def _tables(result: EvaluationResult, published: Mapping[str, Scores]) -> Iterator[Table]:
+    for name, suite in result.suites.items():
+        if "baselines" in suite:
+            yield _in_context_table(name, suite, result, published)
+        elif "tasks" in suite:
+            yield _zero_shot_table(name, suite, result)
         else:
             yield _text_table(name, suite, result)
 
 
-def _context_table(name: str, suite: Tree, result: Tree, published: Mapping[str, Scores]) -> Table:
-    """Centred scores in percent, T by T, with others' beside them."""
-    loops = _loops(suite)
+def _in_context_table(
+    name: str, suite: Tree, result: EvaluationResult, published: Mapping[str, Scores]
+) -> Table:
+    """Centred accuracy in percent at each number of loops, and that of published models."""
+    loops = list(suite["by_loops"])
     rows = []
-    for task, found in suite["tasks"].items():
-        theirs = [_percent(scores.get(task)) for scores in published.values()]
-        if found is None:
-            rows.append((task, "", "missing", *[""] * len(loops), *theirs))
+    for task, of_task in suite["tasks"].items():
+        others = [_percent(scores.get(task)) for scores in published.values()]
+        if of_task is None:
+            rows.append((task, "", "missing", *[""] * len(loops), *others))
             continue
-        kind = f"{SHORT_KINDS[found['type']]}, {found['shots']}"
-        at = found["by_loops"]
-        ours = [_percent(at[t] and at[t]["centred"]) for t in loops]
-        rows.append((_marked(task, found), kind, _scored(found), *ours, *theirs))
-    whole = [_with_deviation(suite["by_loops"][t]) for t in loops]
-    theirs = [
+        kind = f"{SHORT_KINDS[of_task['type']]}, {of_task['shots']}"
+        by_loops = of_task["by_loops"]
+        measured = [_percent(by_loops[t] and by_loops[t]["centred"]) for t in loops]
+        label = f"{task} *" if of_task["stand_in"] else task
+        rows.append((label, kind, _item_count(of_task), *measured, *others))
+    totals = [_with_deviation(suite["by_loops"][t]) for t in loops]
+    others = [
         _percent(scores.get("CORE")) if name == "core" else "" for scores in published.values()
     ]
-    rows.append((f"{TITLES[name]}, {over(suite)}", "", "", *whole, *theirs))
+    title = SUITES[name].title
+    rows.append((f"{title}, {_task_count(suite)}", "", "", *totals, *others))
     columns = ("task", "type, shots", "items", *_headings(loops, result), *published)
-    title = f"{TITLES[name]}: centred accuracy in %, baselines of {suite['baselines']}"
-    return console.table(f"{title}, {len(suite['seeds'])} seeds", columns, rows)
+    caption = f"{title}: centred accuracy in %, {suite['baselines']} baselines"
+    return console.table(f"{caption}, {len(suite['seeds'])} seeds", columns, rows)
 
 
-def _zero_shot_table(suite: Tree, result: Tree) -> Table:
-    loops = _loops(suite)
+def _zero_shot_table(name: str, suite: Tree, result: EvaluationResult) -> Table:
+    loops = list(suite["by_loops"])
     rows = []
-    for task, found in suite["tasks"].items():
-        if found is None:
+    for task, of_task in suite["tasks"].items():
+        if of_task is None:
             rows.append((task, "missing", "", *[""] * len(loops)))
             continue
-        at = found["by_loops"]
-        accuracy = [_percent(at[t] and at[t]["accuracy"]) for t in loops]
-        where = f"{Path(found['file']).name} ({found['split']})"
-        rows.append((task, where, found["scored"], *accuracy))
-    whole = [_percent(at and at["score"]) for at in suite["by_loops"].values()]
-    rows.append((f"mean, {over(suite)}", "", "", *whole))
+        by_loops = of_task["by_loops"]
+        accuracy = [_percent(by_loops[t] and by_loops[t]["accuracy"]) for t in loops]
+        file = f"{Path(of_task['file']).name} ({of_task['split']})"
+        rows.append((task, file, of_task["scored"], *accuracy))
+    totals = [_percent(metrics and metrics["score"]) for metrics in suite["by_loops"].values()]
+    rows.append((f"mean, {_task_count(suite)}", "", "", *totals))
     columns = ("task", "file (split)", "items", *_headings(loops, result))
-    return console.table("Zero-shot: accuracy in %", columns, rows)
+    return console.table(f"{SUITES[name].title}: accuracy in %", columns, rows)
 
 
-def _text_table(name: str, suite: Tree, result: Tree) -> Table:
-    loops = _loops(suite)
-    at = suite["by_loops"]
+def _text_table(name: str, suite: Tree, result: EvaluationResult) -> Table:
+    loops = list(suite["by_loops"])
+    by_loops = suite["by_loops"]
     rows = [
-        (title, *(_measure(measure, at[t]) for t in loops))
-        for measure, title in MEASURES.items()
-        if any(found and measure in found for found in at.values())
+        (title, *(_format_metric(metric, by_loops[t]) for t in loops))
+        for metric, title in METRICS.items()
+        if any(metrics and metric in metrics for metrics in by_loops.values())
     ]
-    place = f": {Path(suite['file']).name}" if "file" in suite else ""
-    title = f"{TITLES[name]}{place}" if place or rows else f"{TITLES[name]}: its data is missing"
-    return console.table(title, ("", *_headings(loops, result)), rows)
+    title = SUITES[name].title
+    if "file" in suite:
+        title += f": {Path(suite['file']).name}"
+    elif "rows" in suite:
+        title += f": {suite['rows']:,} rows"
+    elif not rows:
+        title += ": data missing"
+    return console.table(title, ("metric", *_headings(loops, result)), rows)
 
 
-def picture(result: Tree, path: Path, published: Mapping[str, Scores]) -> Path | None:
-    """One panel for each suite that has numbers; None where there is none, or no loop to vary."""
+def notes(result: EvaluationResult) -> list[str]:
+    """What a reader of the tables has to know."""
+    suites = result.suites.values()
+    tasks = [task for suite in suites for task in suite.get("tasks", {}).values() if task]
+    lines = []
+    if any(task.get("stand_in") for task in tasks):
+        lines.append("* part or reconstruction of the original data; result.json names the file.")
+    measured = [*tasks, *(suite for suite in suites if "file" in suite or "rows" in suite)]
+    diverged = [
+        str(t) for t in result.loops if any(entry["by_loops"][str(t)] is None for entry in measured)
+    ]
+    if diverged:
+        lines.append(f"No score, because the model diverged: T={', '.join(diverged)}.")
+    if result.limit is not None:
+        lines.append(f"Limited to {result.limit} items of each task.")
+    if missing := sorted({name for suite in suites for name in suite.get("missing", ())}):
+        lines.append(f"Missing tasks, not included in any mean: {', '.join(missing)}.")
+    return lines
+
+
+def picture(result: EvaluationResult, path: Path, published: Mapping[str, Scores]) -> Path | None:
+    """A figure with one panel per suite; None without a loop or with a single number of loops."""
     panels = [panel for panel in _panels(result) if len(panel[2]) > 1]
-    if not panels or not result["looped"]:
+    if not panels or not result.looped:
         return None
-    columns = min(len(panels), PANELS_IN_A_ROW)
+    columns = min(len(panels), PANELS_PER_ROW)
     rows = -(-len(panels) // columns)
-    with draw.figure(rows, columns, width=4.2, height=3.4) as (canvas, _):
-        for spare in canvas.axes[len(panels) :]:
-            spare.remove()
-        for axis, (title, unit, points, spread) in zip(canvas.axes, panels, strict=True):
+    with plotting.figure(rows, columns, width=4.2, height=3.4) as (canvas, _):
+        for unused in canvas.axes[len(panels) :]:
+            unused.remove()
+        for axis, (title, unit, points, deviations) in zip(canvas.axes, panels, strict=True):
             loops, values = list(points), list(points.values())
-            axis.errorbar(loops, values, yerr=spread, marker="o", capsize=3)
+            axis.errorbar(loops, values, yerr=deviations, marker="o", capsize=3)
             axis.set(title=title, xlabel="loops T", ylabel=unit)
             axis.set_xscale("log", base=2)
             axis.set_xticks(loops, [str(t) for t in loops])
             axis.minorticks_off()
-            if title.startswith("CORE,") and (small := published.get("GPT-2", {}).get("CORE")):
-                axis.axhline(100 * small, color=draw.PALETTE[5], linestyle="--", linewidth=1)
-                axis.annotate("GPT-2", (loops[0], 100 * small), va="bottom", color=draw.PALETTE[5])
-        return draw.save(canvas, path)
+            if title.startswith("CORE,") and (gpt2 := published.get("GPT-2", {}).get("CORE")):
+                colour = plotting.PALETTE[5]
+                axis.axhline(100 * gpt2, color=colour, linestyle="--", linewidth=1)
+                axis.annotate("GPT-2", (loops[0], 100 * gpt2), va="bottom", color=colour)
+        return plotting.save(canvas, path)
 
 
 Panel = tuple[str, str, dict[int, float], list[float] | None]
+"""Title, unit, value by number of loops, deviations."""
 
 
-def _panels(result: Tree) -> Iterator[Panel]:
-    """Title, unit, value by loops, deviation."""
-    for name, suite in result["suites"].items():
-        at = {int(t): found for t, found in suite["by_loops"].items() if found}
-        if name in ("core", "core-extended", "zero-shot"):
-            points = {t: 100 * found["score"] for t, found in at.items()}
-            spread = [100 * found["deviation"] for found in at.values() if found.get("deviation")]
-            unit = "accuracy in %" if name == "zero-shot" else "centred accuracy in %"
-            whole = spread if len(spread) == len(points) else None
-            yield f"{TITLES[name]}, {over(suite)}", unit, points, whole
+def _panels(result: EvaluationResult) -> Iterator[Panel]:
+    for name, suite in result.suites.items():
+        entry = SUITES[name]
+        by_loops = {int(t): metrics for t, metrics in suite["by_loops"].items() if metrics}
+        if "tasks" in suite:
+            points = {t: 100 * metrics["score"] for t, metrics in by_loops.items()}
+            deviations = [100 * m["deviation"] for m in by_loops.values() if m.get("deviation")]
+            complete = deviations if len(deviations) == len(points) else None
+            yield f"{entry.title}, {_task_count(suite)}", entry.unit, points, complete
             continue
-        measure = "word_perplexity" if name == "wikitext" else "perplexity"
-        points = {t: found[measure] for t, found in at.items() if found.get(measure)}
-        yield TITLES[name], MEASURES[measure], points, None
+        points = {t: m[entry.metric] for t, m in by_loops.items() if m.get(entry.metric)}
+        yield entry.title, entry.unit, points, None
 
 
-def over(suite: Tree) -> str:
+def _task_count(suite: Tree) -> str:
     return f"{suite['tasks_scored']} of {suite['tasks_wanted']} tasks"
 
 
-def _loops(suite: Tree) -> list[str]:
-    return list(suite["by_loops"])
+def _headings(loops: Sequence[str], result: EvaluationResult) -> list[str]:
+    return [f"T={t}" for t in loops] if result.looped else ["score"]
 
 
-def _headings(loops: Sequence[str], result: Tree) -> list[str]:
-    return [f"T={t}" for t in loops] if result["looped"] else ["score"]
+def _item_count(task: Tree) -> str:
+    is_limited = task["scored"] < task["items"]
+    return f"{task['scored']:,} of {task['items']:,}" if is_limited else f"{task['items']:,}"
 
 
-def _marked(task: str, found: Tree) -> str:
-    return f"{task} *" if found["stand_in"] else task
-
-
-def _scored(found: Tree) -> str:
-    some = found["scored"] < found["items"]
-    return f"{found['scored']:,} of {found['items']:,}" if some else f"{found['items']:,}"
-
-
-def _with_deviation(at: Tree | None) -> str:
-    if at is None:
+def _with_deviation(metrics: Tree | None) -> str:
+    if metrics is None:
         return "–"
-    some = at["deviation"] is not None
-    return _percent(at["score"]) + (f" ± {100 * at['deviation']:.1f}" if some else "")
+    deviation = metrics["deviation"]
+    return _percent(metrics["score"]) + ("" if deviation is None else f" ± {100 * deviation:.1f}")
 
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{round(100 * value, 1) + 0.0:.1f}"  # no -0.0
 
 
-def _measure(measure: str, at: Tree | None) -> str:
-    value = None if at is None else at.get(measure)
+def _format_metric(metric: str, metrics: Tree | None) -> str:
+    value = None if metrics is None else metrics.get(metric)
     if value is None:
         return "–"
-    if measure in PERCENT:
+    if metric in IN_PERCENT:
         return f"{100 * value:.1f} %"
     return f"{value:,.3f}" if value < 1e6 else f"{value:.3g}"

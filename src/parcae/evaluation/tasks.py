@@ -1,11 +1,11 @@
-"""The paper's table of evaluation tasks: type, shots, baselines, and where the data is found.
+"""The table of CORE and CORE-Extended tasks: type, shots, baselines and files.
 
-    core_extended()          all 46 rows, from tasks.csv; those with `core` set are the 22 of CORE
-    locate(task, folder)     the task's file below a folder of evaluation data, or None
+    core_extended()          all 46 tasks, from tasks.csv; 22 of them are CORE
+    locate(task, folder)     the task's file below a folder of task files, or None
 
-A score is centred: (accuracy - baseline) / (1 - baseline). Two tables of baselines have been
-published; they differ where choices were counted differently. The reference release scores with
-nanochat's.
+Scores are centred: (accuracy - baseline) / (1 - baseline), where the baseline is the accuracy of
+guessing. Two tables of baselines have been published, which differ where choices were counted
+differently. The reference release uses nanochat's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASELINES: tuple[Baselines, ...] = get_args(Baselines)
 SHORT_KINDS: dict[Kind, str] = {"multiple_choice": "MC", "schema": "S", "language_modeling": "LM"}
 
 FOLDERS = ("", "core_eval", "eval_data", "eval_bundle/eval_data", "local_data")
-"""Below the folder of evaluation data: as it stands, or as one of the known collections."""
+"""Where the known collections have their files, below the folder of task files."""
 ENDINGS = ("", ".gz")
 
 
@@ -42,56 +42,59 @@ class Task:
     shots: int
     core: bool
     baselines: dict[Baselines, float]
-    """What guessing scores, in percent, by the table it stands in."""
+    """Accuracy of guessing in percent, by table."""
     delimiter: str
-    """Between a question and its answer."""
+    """Text between a question and its answer."""
     file: str
-    """Where the collections keep it, below their own folder."""
+    """Path of the data below the folder of a collection."""
     stand_in: str | None
-    """A part or a reconstruction of the data, used where `file` is not there."""
+    """A part or a reconstruction of the data, used where `file` is missing."""
     sha256: str | None
-    """Of `file`, uncompressed, where it is known."""
+    """Of `file`, uncompressed; None if unknown."""
     bytes: int | None
-    """Like `sha256`."""
+    """Size of `file`, uncompressed; None if unknown."""
 
     def centred(self, accuracy: float, baselines: Baselines = "nanochat") -> float:
+        """0 for guessing, 1 for no error."""
         chance = self.baselines[baselines] / 100
         return (accuracy - chance) / (1 - chance)
 
 
 @cache
 def core_extended() -> tuple[Task, ...]:
+    """All tasks of the table."""
     text = (files("parcae.evaluation") / "tasks.csv").read_text(encoding="utf-8")
     return tuple(_task(row) for row in csv.DictReader(text.splitlines()))
 
 
 def core() -> tuple[Task, ...]:
+    """The 22 tasks of CORE."""
     return tuple(task for task in core_extended() if task.core)
 
 
 def tasks_named(names: list[str]) -> tuple[Task, ...]:
+    """The tasks with these names; an unknown name is an error."""
     known = {task.name: task for task in core_extended()}
     for name in names:
         if name not in known:
-            raise ConfigError(f"tasks: no task is called {name!r}. {suggest(name, list(known))}")
+            raise ConfigError(f"tasks: {name!r} is not known. {suggest(name, list(known))}")
     return tuple(known[name] for name in dict.fromkeys(names))
 
 
 def locate(task: Task, folder: Path) -> Path | None:
-    """The task's own file if any collection's layout has it, else its stand-in."""
+    """The path of the task's file, or else of its stand-in; None if both are missing."""
     if not folder.is_dir():
-        raise FileError(
-            f"{folder}: no such folder. Name the folder of evaluation tasks by --eval-data."
-        )
+        raise FileError(f"{folder}: no such folder. Give the folder of task files by --eval-data.")
     for name in (task.file, task.stand_in):
-        if name is not None and (found := find(folder, name)):
-            return found
+        if name is not None and (path := find(folder, name)):
+            return path
     return None
 
 
 def find(folder: Path, name: str) -> Path | None:
-    places = (folder / below / f"{name}{ending}" for below in FOLDERS for ending in ENDINGS)
-    return next((path for path in places if path.is_file()), None)
+    """The path of a file in any of the known layouts, plain or gzipped; None if it is missing."""
+    paths = (folder / below / f"{name}{ending}" for below in FOLDERS for ending in ENDINGS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _task(row: dict[str, str]) -> Task:

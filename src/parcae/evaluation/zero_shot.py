@@ -1,18 +1,20 @@
-"""The zero-shot set of the comparison with RDMs, with lm-evaluation-harness's prompts.
+"""The six zero-shot tasks of the comparison with RDMs, with lm-evaluation-harness's prompts.
 
-The answer is the choice with the highest log-probability (accuracy), or with the highest one per
-character (accuracy_per_character, the harness's acc_norm).
+The answer is the choice with the highest log-probability (`accuracy`), or with the highest
+log-probability per character (`accuracy_per_character`, the harness's acc_norm).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from parcae.evaluation.items import Fields, read_lines
-from parcae.evaluation.job import (
+from parcae.evaluation.jobs import (
     DataFile,
+    PromptJob,
     Record,
     by_depth,
     credit,
@@ -22,7 +24,8 @@ from parcae.evaluation.job import (
 )
 from parcae.evaluation.perplexity import continuations
 from parcae.evaluation.prompts import Prompt
-from parcae.evaluation.scoring import Answer, Scorer
+from parcae.evaluation.results import Samples, coverage, job_result
+from parcae.evaluation.scorer import Answer, Scorer
 from parcae.evaluation.tasks import find
 
 
@@ -32,8 +35,8 @@ class Question(NamedTuple):
     gold: int
 
 
-def _ready(ending: str = "") -> Callable[[Fields], Question]:
-    """Files that hold the prompt itself."""
+def _complete_query(ending: str = "") -> Callable[[Fields], Question]:
+    """A reader of files whose query is the prompt itself."""
 
     def read(fields: Fields) -> Question:
         choices = fields.texts("choices")
@@ -51,8 +54,8 @@ def _piqa(fields: Fields) -> Question:
 
 
 def _boolq(fields: Fields) -> Question:
-    """The harness shows the passage without its heading."""
-    question = _ready("\nAnswer:")(fields)
+    """The harness omits the heading of the passage."""
+    question = _complete_query("\nAnswer:")(fields)
     return question._replace(context=question.context.removeprefix("Passage: "))
 
 
@@ -63,10 +66,10 @@ def _sciq(fields: Fields) -> Question:
 
 
 def _arc(fields: Fields) -> Question:
-    held = fields.get("choices")
-    if not isinstance(held, dict):
-        raise fields.error("it is not an object with text and label", "choices")
-    inner = Fields(fields.path, fields.line, held)
+    table = fields.get("choices")
+    if not isinstance(table, dict):
+        raise fields.error("not an object with text and label", "choices")
+    inner = Fields(fields.path, fields.line, table)
     choices, labels = inner.texts("text"), inner.texts("label")
     answer = fields.text("answerKey")
     if answer not in labels or len(labels) != len(choices):
@@ -75,7 +78,7 @@ def _arc(fields: Fields) -> Question:
 
 
 class Candidate(NamedTuple):
-    """A file that can serve, with the split it holds."""
+    """A file that can be used, and the split it holds."""
 
     file: str
     split: str
@@ -86,20 +89,20 @@ class ZeroShotTask(NamedTuple):
     name: str
     title: str
     candidates: tuple[Candidate, ...]
-    """The first that is there is used; the harness's own split comes first."""
+    """The first file that exists is used; the harness's own split comes first."""
 
 
 TASKS = (
     ZeroShotTask(
         "hellaswag",
         "HellaSwag",
-        (Candidate("language_understanding/hellaswag.jsonl", "validation", _ready()),),
+        (Candidate("language_understanding/hellaswag.jsonl", "validation", _complete_query()),),
     ),
     ZeroShotTask(
         "arc_challenge",
         "ARC-c",
         (
-            Candidate("world_knowledge/arc_challenge.jsonl", "test", _ready("\nAnswer:")),
+            Candidate("world_knowledge/arc_challenge.jsonl", "test", _complete_query("\nAnswer:")),
             Candidate("zeroshot/arc_challenge_validation.jsonl", "validation", _arc),
         ),
     ),
@@ -107,7 +110,7 @@ TASKS = (
         "arc_easy",
         "ARC-e",
         (
-            Candidate("world_knowledge/arc_easy.jsonl", "test", _ready("\nAnswer:")),
+            Candidate("world_knowledge/arc_easy.jsonl", "test", _complete_query("\nAnswer:")),
             Candidate("zeroshot/arc_easy_validation.jsonl", "validation", _arc),
         ),
     ),
@@ -130,10 +133,8 @@ TASKS = (
 )
 
 
-class ZeroShot:
-    """One of the tasks, on its first `limit` questions."""
-
-    seed: int | None = None
+class ZeroShot(PromptJob):
+    """One task, on its first `limit` questions."""
 
     def __init__(self, task: ZeroShotTask, questions: Sequence[Question], source: DataFile) -> None:
         self.name, self.title = f"zero-shot/{task.name}", task.title
@@ -150,29 +151,61 @@ class ZeroShot:
         _, choices, gold = self.questions[index]
         nats = by_depth([sums(answer) for answer in answers])
         per_character = [
-            [one / max(len(choice), 1) for one, choice in zip(row, choices, strict=True)]
-            for row in nats
+            [loss / max(len(choice), 1) for loss, choice in zip(losses, choices, strict=True)]
+            for losses in nats
         ]
         return {
             "gold": gold,
             "nats": nats,
-            "credit": [credit(row, gold) for row in nats],
-            "credit_per_character": [credit(row, gold) for row in per_character],
+            "credit": [credit(losses, gold) for losses in nats],
+            "credit_per_character": [credit(losses, gold) for losses in per_character],
             "cut": prompt.is_cut,
         }
 
-    def summarise(self, records: Sequence[Record], place: int) -> dict[str, Any]:
-        credits = [record["credit"][place] for record in records]
+    def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
+        credits = [record["credit"][depth_index] for record in records]
+        per_character = [record["credit_per_character"][depth_index] for record in records]
         return {
             "accuracy": mean(credits),
             "standard_error": standard_error(credits),
-            "accuracy_per_character": mean(
-                [record["credit_per_character"][place] for record in records]
-            ),
+            "accuracy_per_character": mean(per_character),
         }
 
 
+@dataclass(frozen=True)
+class ZeroShotSuite:
+    by_task: Mapping[str, ZeroShot | None]
+    """None where the data is missing."""
+
+    @property
+    def jobs(self) -> list[ZeroShot]:
+        return [job for job in self.by_task.values() if job is not None]
+
+    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+        tasks = {
+            name: None if job is None else job_result(job, samples, depths)
+            for name, job in self.by_task.items()
+        }
+        scored = [task for task in tasks.values() if task is not None]
+        return {
+            **coverage(tasks),
+            "by_loops": {depth: self._score(scored, depth) for depth in map(str, depths)},
+            "tasks": tasks,
+        }
+
+    def _score(self, tasks: Sequence[dict[str, Any]], depth: str) -> dict[str, Any] | None:
+        rows = [metrics for task in tasks if (metrics := task["by_loops"][depth]) is not None]
+        if not rows or len(rows) < len(tasks):
+            return None
+        return {"score": mean([metrics["accuracy"] for metrics in rows])}
+
+
+def open_zero_shot_suite(folder: Path, limit: int | None) -> ZeroShotSuite:
+    return ZeroShotSuite({task.name: open_task(task, folder, limit) for task in TASKS})
+
+
 def open_task(task: ZeroShotTask, folder: Path, limit: int | None = None) -> ZeroShot | None:
+    """The job of a task; None where the folder has none of its files."""
     for candidate in task.candidates:
         if (path := find(folder, candidate.file)) is not None:
             questions = read_lines(path, candidate.read)[:limit]

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
+from parcae.data.loader import Batch, Loader, LoaderConfig, Source
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
 from parcae.data.sources import SPLITS, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
+from parcae.evaluation.loss import held_out_batches, with_held_out_rows
 from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
 from parcae.training.settings import Recipe
 
@@ -50,19 +51,14 @@ class Corpora:
 
     def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
         """At most `validation_rows` held-out rows, shared evenly by the sources that have any."""
-        folders = self._held_out(recipe)
-        for place, folder in enumerate(folders):
-            first, last = (
-                recipe.run.validation_rows * p // len(folders) for p in (place, place + 1)
-            )
-            yield from validation_batches(
-                ShardedDocuments.open(folder, "validation"),
-                recipe.model.context_length,
-                batch_rows,
-                limit=max(1, last - first),
-                packing=recipe.data.packing,
-                split_long=recipe.data.split_long,
-            )
+        return held_out_batches(
+            self._held_out(recipe),
+            recipe.model.context_length,
+            batch_rows,
+            recipe.run.validation_rows,
+            recipe.data.packing,
+            recipe.data.split_long,
+        )
 
     def verify(self, rank: int, processes: int, say: Callable[[str], None]) -> None:
         """Read every shard, each process its part; an error names the first that is damaged."""
@@ -94,8 +90,7 @@ class Corpora:
 
     def _held_out(self, recipe: Recipe) -> list[Path]:
         """The folders whose held-out documents fill at least one row."""
-        totals = {f: read_manifest(f)["totals"]["validation"]["tokens"] for f in self.folders}
-        return [f for f, tokens in totals.items() if tokens > recipe.model.context_length]
+        return with_held_out_rows(self.folders, recipe.model.context_length)
 
 
 def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = None) -> Corpora:

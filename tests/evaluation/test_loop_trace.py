@@ -15,7 +15,7 @@ from parcae.cli import main
 from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.depth import DepthProfile, follow
+from parcae.evaluation.loop_trace import LoopTrace, trace_loops
 from parcae.infer.sampling import BrokenLogits
 from parcae.model.store import save
 
@@ -43,39 +43,39 @@ def folder(model, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["parcae", "parcae-wide-state", "rdm", "addition"])
 def test_each_row_is_a_forward_at_that_depth(kind):
     model = randomised(KINDS[kind])
-    profile = follow(model, TOKENS, loops=6)
+    trace = trace_loops(model, TOKENS, loops=6)
     row = torch.tensor([TOKENS])
-    assert profile.targets.tolist() == TOKENS[1:]
-    assert profile.loss.shape == profile.change.shape == profile.predicted.shape == (6, 6)
+    assert trace.targets.tolist() == TOKENS[1:]
+    assert trace.loss.shape == trace.change.shape == trace.predicted.shape == (6, 6)
     before = torch.zeros(())
     for loops in range(1, 7):
         seen = model(row[:, :-1], depths=loops, state="zero")
         loss = F.cross_entropy(seen.logits[0], row[0, 1:], reduction="none")
-        torch.testing.assert_close(profile.loss[loops - 1], loss.detach(), rtol=1e-5, atol=1e-5)
-        assert torch.equal(profile.predicted[loops - 1], seen.logits[0].argmax(-1))
+        torch.testing.assert_close(trace.loss[loops - 1], loss.detach(), rtol=1e-5, atol=1e-5)
+        assert torch.equal(trace.predicted[loops - 1], seen.logits[0].argmax(-1))
         state = seen.state[0].detach()
         change = (state - before).norm(dim=-1) / state.norm(dim=-1)
-        torch.testing.assert_close(profile.change[loops - 1], change, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(trace.change[loops - 1], change, rtol=1e-3, atol=1e-6)
         before = state
-    assert torch.equal(profile.change[0], torch.ones(6))
+    assert torch.equal(trace.change[0], torch.ones(6))
 
 
 def test_loops_left_out_are_the_mean_in_training(model):
-    assert follow(model, TOKENS).loops == 4
+    assert trace_loops(model, TOKENS).loops == 4
 
 
 def test_settled_is_when_the_last_prediction_came_to_stay():
     predicted = torch.tensor([[1, 1, 1, 4], [1, 2, 3, 3], [1, 1, 3, 4], [1, 1, 3, 5]])
     nothing = torch.zeros(4, 4)
-    profile = DepthProfile(torch.zeros(4), nothing, nothing, predicted)
-    assert profile.settled.tolist() == [1, 3, 2, 4]
+    trace = LoopTrace(torch.zeros(4), nothing, nothing, predicted)
+    assert trace.settled.tolist() == [1, 3, 2, 4]
 
 
 def test_what_cannot_be_followed_is_refused(model):
-    with pytest.raises(ConfigError, match="tokens predict nothing"):
-        follow(model, [5])
-    with pytest.raises(ConfigError, match="0 is not positive"):
-        follow(model, TOKENS, loops=0)
+    with pytest.raises(ConfigError, match="the first one is not predicted"):
+        trace_loops(model, [5])
+    with pytest.raises(ConfigError, match="must be >= 1"):
+        trace_loops(model, TOKENS, loops=0)
     plain = tiny(
         architecture="transformer",
         injection="none",
@@ -84,7 +84,7 @@ def test_what_cannot_be_followed_is_refused(model):
         loop=LoopConfig(mean_loops=1),
     )
     with pytest.raises(ConfigError, match="has no loop"):
-        follow(randomised(plain), TOKENS)
+        trace_loops(randomised(plain), TOKENS)
 
 
 def test_a_model_that_predicts_nothing_is_named():
@@ -92,7 +92,7 @@ def test_a_model_that_predicts_nothing_is_named():
     with torch.no_grad():
         broken.embed.weight.fill_(torch.nan)
     with pytest.raises(BrokenLogits):
-        follow(broken, TOKENS)
+        trace_loops(broken, TOKENS)
 
 
 @pytest.mark.slow
@@ -102,15 +102,15 @@ def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     ids = TOKENIZER.encode(TEXT)
-    profile = follow(model, [TOKENIZER.bos, *ids], loops=5)
+    trace = trace_loops(model, [TOKENIZER.bos, *ids], loops=5)
     assert [one["token"] for one in told["tokens"]] == ids
     assert "".join(one["text"] for one in told["tokens"]).startswith("price = $x_1$")
-    torch.testing.assert_close(torch.tensor(told["mean_loss"]), profile.loss.mean(1))
+    torch.testing.assert_close(torch.tensor(told["mean_loss"]), trace.loss.mean(1))
     for place, one in enumerate(told["tokens"]):
-        torch.testing.assert_close(torch.tensor(one["loss"]), profile.loss[:, place])
-        torch.testing.assert_close(torch.tensor(one["change"]), profile.change[:, place])
-        assert one["predicted"] == profile.predicted[:, place].tolist()
-        assert one["settled"] == profile.settled[place]
+        torch.testing.assert_close(torch.tensor(one["loss"]), trace.loss[:, place])
+        torch.testing.assert_close(torch.tensor(one["change"]), trace.change[:, place])
+        assert one["predicted"] == trace.predicted[:, place].tolist()
+        assert one["settled"] == trace.settled[place]
     drawn = picture.read_text()
     for words in ("Loss of each token", "How far each loop", *LABELS):
         assert words in drawn
@@ -122,11 +122,11 @@ def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tm
     assert main(["depth", str(folder), TEXT, "--out", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     ids = TOKENIZER.encode(TEXT)
-    profile = follow(model, [TOKENIZER.bos, *ids])
+    trace = trace_loops(model, [TOKENIZER.bos, *ids])
     rows = [line.split() for line in lines if line.startswith("  '")]
     assert len(rows) == len(ids)
     mean = next(line for line in lines if line.startswith("  mean")).split()
-    assert mean[1:4] == [f"{profile.loss[t - 1].mean():.2f}" for t in (1, 2, 4)]
+    assert mean[1:4] == [f"{trace.loss[t - 1].mean():.2f}" for t in (1, 2, 4)]
     assert any("'['" in line or "' ['" in line for line in lines)  # no markup in a token
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert lines[-1] == f"wrote {picture}"

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from conftest import KINDS, randomised
+from forced_decoding import decode_forced
 from oracles import Oracle, model_of
 from parcae.config import ConfigError
-from parcae.evaluation.decoding import decode_forced
 from parcae.infer.exit import ExitRule
 from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan

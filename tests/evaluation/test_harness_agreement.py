@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from evaluation_fixtures import score_all
 from parcae.config import ConfigError
-from parcae.evaluation.hf_scorer import ForeignScorer
-from parcae.evaluation.perplexity import continuations
-from parcae.evaluation.scoring import Scorer, score_all
-from parcae.evaluation.texts import read_passages
+from parcae.evaluation.hf_scorer import HFScorer
+from parcae.evaluation.perplexity import continuations, read_passages
+from parcae.evaluation.scorer import Scorer
 
 api = pytest.importorskip("lm_eval.api.model", reason="the extra eval is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -104,7 +104,7 @@ def test_models_of_others_begin_as_their_tokenizer_does(puts_bos, words: Path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    scorer = ForeignScorer(model, tokenizer)
+    scorer = HFScorer(model, tokenizer)
     assert scorer.opening == ((0,) if puts_bos else ())
     spanning = scorer.encode("the cat sat on a mat")
     parts = scorer.encode("the cat sat on")
@@ -127,7 +127,7 @@ def test_models_of_ours_begin_with_bos(scorer, small_model):
 
 
 def test_a_text_that_nothing_comes_before_is_told(scorer):
-    with pytest.raises(ConfigError, match="no token that another comes before"):
+    with pytest.raises(ConfigError, match="no token with another one before it"):
         continuations("", [""], scorer)
 
 

@@ -1,0 +1,233 @@
+"""`parcae.evaluate`: measure a model on one or several suites, at any number of loops.
+
+result = parcae.evaluate("runs/a", suites=("val",), loops=(1, 4, 8))
+result.suites["val"]["by_loops"]["8"]["loss"]
+pandas.DataFrame(result.table())
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parcae.config import ConfigError, require
+from parcae.evaluation.jobs import Job
+from parcae.evaluation.prompts import SEEDS
+from parcae.evaluation.results import PICTURE, RESULT, EvaluationResult, Samples
+from parcae.evaluation.scorer import Scorer, State, open_scorer
+from parcae.evaluation.suites import SUITES, Suite, SuiteOptions, check_data, check_suites
+from parcae.evaluation.tables import picture, published_scores
+from parcae.evaluation.tasks import BASELINES, Baselines
+from parcae.files import exclusive, write_json, writing
+from parcae.infer.sampling import BrokenLogits
+from parcae.model.frame import LanguageModel
+from parcae.runs import run_of
+from parcae.runs.layout import EVALUATION_FOLDER
+
+if TYPE_CHECKING:
+    import torch
+
+    from parcae.data.tokenizer import Tokenizer
+
+FORMAT = 2
+"""Of the samples; changes with what they hold."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is; a callback gets one after every batch."""
+
+    checkpoint: str
+    looped: bool
+    loops: tuple[int, ...]
+    task: str = ""
+    """The job being scored, with its seed; empty before the first one."""
+    items_done: int = 0
+    items: int = 0
+    """Of this job."""
+    tokens_done: int = 0
+    tokens: int = 0
+    """Of all jobs, estimated."""
+
+
+Report = Callable[[Progress], None]
+
+
+def evaluate(
+    model: str | Path | LanguageModel,
+    suites: str | Sequence[str] = ("val",),
+    *,
+    loops: int | Sequence[int] | None = None,
+    out: str | Path | None = None,
+    data: str | Path | None = None,
+    val_data: str | Path | None = None,
+    limit: int | None = None,
+    seeds: Sequence[int] | None = None,
+    baselines: Baselines = "nanochat",
+    state: State = "zero",
+    tokenizer: str | Path | Tokenizer | None = None,
+    best: bool = False,
+    batch_tokens: int | None = None,
+    context: int | None = None,
+    device: str | torch.device | None = None,
+    overwrite: bool = False,
+    progress: Report | None = None,
+) -> EvaluationResult:
+    """Measure a model on suites of tasks and return the result.
+
+    Args:
+        model: The folder of a parcae model, a run or a checkpoint; the folder or the hub name of a
+            causal transformers model; or a parcae model in memory, which needs `tokenizer`.
+        suites: Names from `parcae.evaluation.suites.SUITES`: val, wikitext, lambada, core,
+            core-extended, zero-shot.
+        loops: Numbers of loops to score at; all are read from one pass. Default: the mean number of
+            loops in training.
+        out: Folder for result.json, samples.jsonl and scores.png. An interrupted evaluation resumes
+            from it. Default: nothing is written.
+        data: Folder of the task files. All suites but val need it.
+        val_data: File of held-out texts for val. Default: the rows that the run holds out.
+        limit: Score at most this many items of each task (articles of wikitext, rows or texts of
+            val). Default: all; of a run's rows, `run.validation_rows`.
+        seeds: Seeds of the few-shot examples. Default: 1234, 2345, 3456.
+        baselines: Table of the accuracies of guessing, for centred accuracy: nanochat or dclm.
+        state: Initial state of the loop: zero, or like-init, which is drawn by the seed.
+        tokenizer: Path of a tokenizer. Default: the one in the folder of the model or run.
+        best: Evaluate the checkpoint of a run with the lowest validation loss, not the newest.
+        batch_tokens: Tokens scored at a time. Default: chosen for the device.
+        context: Tokens the model reads at a time. Default: its context length.
+        device: Where the model runs. Default: cpu, or where a model in memory is.
+        overwrite: Drop earlier results in `out`.
+        progress: Called with a `Progress` before the first and after every batch.
+
+    A task whose data is missing is None in the result; metrics at a number of loops where the model
+    diverges are None.
+    """
+    start = time.monotonic()
+    names = check_suites([suites] if isinstance(suites, str) else suites)
+    require(limit is None or limit >= 1, "limit", f"{limit}", "It must be >= 1.")
+    require(
+        baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
+    )
+    options = SuiteOptions(
+        data=None if data is None else Path(data),
+        val_data=val_data,
+        run=None if isinstance(model, LanguageModel) else run_of(model),
+        seeds=tuple(dict.fromkeys(seeds)) if seeds else SEEDS,
+        limit=limit,
+        baselines=baselines,
+    )
+    check_data(names, options.data)
+    scorer = open_scorer(
+        model,
+        [loops] if isinstance(loops, int) else loops,
+        state=state,
+        tokenizer=tokenizer,
+        best=best,
+        batch_tokens=batch_tokens,
+        context=context,
+        device=device,
+    )
+    report = progress or (lambda _: None)
+    report(Progress(scorer.name, scorer.is_looped, scorer.depths))
+    if out is None:
+        return _evaluate(scorer, names, options, state, None, False, report, start)
+    with exclusive(out):
+        return _evaluate(scorer, names, options, state, Path(out), overwrite, report, start)
+
+
+def default_folder(model: str | Path) -> Path:
+    """Where `parcae eval` writes: below the model, or below out/ for a model of the hub."""
+    path = Path(model)
+    return path / EVALUATION_FOLDER if path.is_dir() else Path("out", EVALUATION_FOLDER, path.name)
+
+
+def _evaluate(
+    scorer: Scorer,
+    names: Sequence[str],
+    options: SuiteOptions,
+    state: State,
+    folder: Path | None,
+    overwrite: bool,
+    report: Report,
+    start: float,
+) -> EvaluationResult:
+    if overwrite and folder is not None:
+        _drop_results(folder)
+    settings = {
+        "format": FORMAT,
+        "model": scorer.identity,
+        "state": state,
+        "context length": scorer.context_length,
+        "loops": list(scorer.depths),
+    }
+    samples = Samples(folder, settings, overwrite)
+    suites: dict[str, Suite] = {name: SUITES[name].open(options, scorer) for name in names}
+    try:
+        _score([job for suite in suites.values() for job in suite.jobs], scorer, samples, report)
+    except BrokenLogits as error:
+        raise ConfigError(f"{scorer.name}: {error}") from None
+    result = EvaluationResult(
+        checkpoint=scorer.name,
+        looped=scorer.is_looped,
+        loops=scorer.depths,
+        state=state,
+        context_length=scorer.context_length,
+        limit=options.limit,
+        eval_data=None if options.data is None else str(options.data),
+        suites={name: suite.result(samples, scorer.depths) for name, suite in suites.items()},
+        seconds=round(time.monotonic() - start, 1),
+        folder=folder,
+        records=samples.all() if folder is None else (),
+    )
+    if folder is not None:
+        write_json(folder / RESULT, result.to_json())
+        picture(result, folder / PICTURE, published_scores(options.data, options.baselines))
+    return result
+
+
+def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report) -> None:
+    """Score the items that have no record yet."""
+    jobs = [job for job in jobs if not samples.has_all(job)]
+    if not jobs:
+        return
+    costs = [job.cost(scorer) for job in jobs]
+    tokens = round(sum(cost * len(job) for cost, job in zip(costs, jobs, strict=True)))
+    tokens_done = 0.0
+    for job, cost in zip(jobs, costs, strict=True):
+        label = job.name if job.seed is None else f"{job.name}, seed {job.seed}"
+        items_done = 0
+        for count in score_job(job, scorer, samples):
+            items_done += count
+            tokens_done += count * cost
+            report(
+                Progress(
+                    scorer.name,
+                    scorer.is_looped,
+                    scorer.depths,
+                    label,
+                    items_done,
+                    len(job),
+                    round(tokens_done),
+                    tokens,
+                )
+            )
+    samples.sort()
+
+
+def score_job(job: Job, scorer: Scorer, samples: Samples) -> Iterator[int]:
+    """Score what is missing of a job; yield the number of items of each batch."""
+    yield 0
+    for count, records in job.score(scorer, lambda index: samples.has(job, index)):
+        if records:
+            samples.add(job, records)
+        yield count
+
+
+def _drop_results(folder: Path) -> None:
+    """An earlier result must not be read together with the samples of another evaluation."""
+    for name in (RESULT, PICTURE):
+        with writing(folder / name):
+            (folder / name).unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""`parcae.evaluate` and `parcae.compare` from Python: paths and models in memory, no files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import parcae
+from parcae.config import ConfigError
+from parcae.evaluation.suites import SUITES
+
+OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}
+
+
+@pytest.fixture(scope="module")
+def result(small_model, small_tokenizer, task_folder):
+    suites = ("core", "lambada", "wikitext")
+    return parcae.evaluate(
+        small_model, suites, tokenizer=small_tokenizer, data=task_folder, **OPTIONS
+    )
+
+
+def test_a_model_in_memory_scores_like_its_folder(result, checkpoint, task_folder, tmp_path):
+    suites = ["core", "lambada", "wikitext"]
+    saved = parcae.evaluate(checkpoint, suites, data=task_folder, out=tmp_path, **OPTIONS)
+    assert saved.suites == result.suites
+    assert (result.folder, result.files()) == (None, [])
+    names = ["result.json", "samples.jsonl", "scores.png"]
+    assert [path.name for path in saved.files()] == names
+    assert json.loads((tmp_path / "result.json").read_text()) == saved.to_json()
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == list(result.records)
+
+
+def test_nothing_is_written_without_out(result, tmp_path, monkeypatch, checkpoint, task_folder):
+    before = sorted(checkpoint.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    parcae.evaluate(checkpoint, "lambada", data=task_folder, limit=2)
+    assert sorted(checkpoint.rglob("*")) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_has_a_row_for_each_metric(result):
+    rows = result.table()
+    assert all(list(row) == ["suite", "task", "loops", "metric", "value"] for row in rows)
+    by_key = {
+        (row["suite"], row["task"], row["loops"], row["metric"]): row["value"] for row in rows
+    }
+    assert len(by_key) == len(rows)
+    core = result.suites["core"]
+    assert by_key["core", None, 2, "score"] == core["by_loops"]["2"]["score"]
+    assert by_key["core", "copa", 1, "centred"] == core["tasks"]["copa"]["by_loops"]["1"]["centred"]
+    wikitext = result.suites["wikitext"]["by_loops"]["2"]
+    assert by_key["wikitext", None, 2, "bits_per_byte"] == wikitext["bits_per_byte"]
+    assert {row["task"] for row in rows} == {
+        None,
+        "copa",
+        "winograd",
+        "bigbench_operators",
+        "lambada_openai",
+    }
+
+
+def test_results_in_memory_are_compared(result):
+    comparison = parcae.compare(result, result, (1, 2))
+    assert comparison.only_in_one == {}
+    rows = {(row["task"], row["metric"]): row for row in comparison.table()}
+    copa = rows["copa", "accuracy"]
+    assert copa["a"] == result.suites["core"]["tasks"]["copa"]["by_loops"]["1"]["accuracy"]
+    assert copa["difference"] == pytest.approx(copa["b"] - copa["a"])
+    assert rows["wikitext", "nats per byte"]["p"] is None
+    assert rows["lambada", "nats per word"]["items"] == 4
+    assert len(parcae.compare(result, result, "each").comparisons) == 2
+
+
+def test_progress_is_reported(small_model, small_tokenizer, task_folder):
+    seen = []
+    options = {"tokenizer": small_tokenizer, "data": task_folder, "progress": seen.append}
+    parcae.evaluate(small_model, ["lambada", "core"], loops=1, seeds=(1, 2), **options)
+    assert (seen[0].task, seen[0].loops) == ("", (1,))
+    tasks = list(dict.fromkeys(progress.task for progress in seen[1:]))
+    assert tasks[0] == "lambada"
+    assert {"bigbench_operators, seed 1", "bigbench_operators, seed 2"} < set(tasks)
+    last = {progress.task: progress for progress in seen[1:]}
+    assert all(progress.items_done == progress.items for progress in last.values())
+    assert seen[-1].tokens_done == pytest.approx(seen[-1].tokens, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"suites": "cores"}, "Did you mean core"),
+        ({"suites": ()}, ", ".join(SUITES)),
+        ({"suites": "core"}, "--eval-data"),
+        ({"val_data": "a.txt", "tokenizer": None}, "tokenizer: a model in memory needs one"),
+        ({"best": True}, "a model in memory has no checkpoints"),
+        ({"limit": 0}, "limit: 0. It must be >= 1"),
+        ({"baselines": "mine"}, "Known: nanochat, dclm"),
+        ({}, "val: model is not a run"),
+    ],
+)
+def test_mistakes(options, message, small_model, small_tokenizer):
+    with pytest.raises(ConfigError) as caught:
+        parcae.evaluate(small_model, **{"tokenizer": small_tokenizer, **options})
+    assert message in str(caught.value)
