@@ -5,7 +5,8 @@
     parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
     model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
     parcae.evaluate("runs/first", loops=(1, 4, 8))  # or `parcae eval runs/first --loops 1,4,8`
-    laws = parcae.fit("runs.csv")                   # scaling laws of a table of runs
+    runs = parcae.sweep("recipe.toml", "runs/laws", budgets=[1e12, 2e12], loops=[1, 2, 4])
+    laws = parcae.fit(runs.table())                 # scaling laws of a table of runs
 
 A module is imported when one of its names is first used, so `import parcae` is cheap.
 """
@@ -37,6 +38,7 @@ _PUBLIC = {
         "register_sampler",
     ),
     "runs": ("load", "open_checkpoint"),
+    "sweeps.run": ("sweep",),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
 imports below repeat it for type checkers; a test compares the two."""
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from parcae.registry import register_sampler as register_sampler
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
+    from parcae.sweeps.run import sweep as sweep
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -12,8 +12,7 @@ import pytest
 
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
-from parcae.runs import last_step
-from parcae.sweeps.run_state import outcome_of
+from parcae.runs import last_step, read_status
 from system.one_node_slurm import cluster, missing
 from training import runs
 
@@ -90,12 +89,11 @@ def test_queued_killed_requeued_and_collected(slurm, tmp_path):
         lambda: control(slurm, "update", f"JobId={jobs[name]}", "StartTime=now").returncode == 0,
         out,
     )
-    finished = lambda: all(outcome_of(out / "runs" / one).stage == "finished" for one in jobs)  # noqa: E731
-    wait_for(finished, out)
+    wait_for(lambda: all(read_status(out / "runs" / name) == "finished" for name in jobs), out)
 
     collected = parcae(slurm, "sweep", out)
     assert collected.returncode == 0, collected.stderr
-    assert "3 done." in collected.stdout
+    assert "3 finished." in collected.stdout
     assert "Resumed at step" in (out / "logs" / f"{name}.log").read_text()
     table = read_table(out / "runs.csv")
     assert set(table["run"].tolist()) == set(jobs)

@@ -7,13 +7,13 @@ import math
 import pytest
 
 from parcae.cli import main
-from parcae.commands.sweeping import tell_kept_depths
 from parcae.config import ConfigError
 from parcae.model import create
 from parcae.recipe import merge, write_toml
 from parcae.sweeps.estimate import Estimate, estimate
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.plan import Grid, plan_sweep
+from parcae.sweeps.progress import note_on_test_loops
 from training.runs import TREE
 
 RECIPE = merge(TREE, {"data": {"sources": ["builtin"]}})
@@ -38,10 +38,10 @@ def entries_multiplied(config, loops, gradient_loops):
 
 
 def test_tokens_are_those_a_count_by_hand_gives():
-    grid = Grid(flops=(2e9, 5e9), loops=(1, 2, 3, 6))
+    grid = Grid(budgets=(2e9, 5e9), loops=(1, 2, 3, 6))
     runs = plan_sweep(RECIPE, grid)
     assert [(r.budget, r.mean_loops) for r in runs] == [
-        (budget, loops) for budget in grid.flops for loops in grid.loops
+        (budget, loops) for budget in grid.budgets for loops in grid.loops
     ]
     for run in runs:
         half = math.ceil(run.mean_loops / 2)
@@ -82,7 +82,7 @@ def test_a_fixed_data_grid_with_rates_seeds_and_settings():
 
 
 def test_a_transformer_among_looped_models_is_there_once():
-    grid = Grid(flops=(1e10, 2e10), loops=(1, 4), models=("parcae-1m", "transformer-1m"))
+    grid = Grid(budgets=(1e10, 2e10), loops=(1, 4), models=("parcae-1m", "transformer-1m"))
     runs = plan_sweep(PRESET, grid)
     names = [(r.model, r.mean_loops) for r in runs]
     assert names == 2 * [("parcae-254.7k", 1), ("parcae-254.7k", 4)] + 2 * [
@@ -102,39 +102,39 @@ def test_a_model_keeps_its_name_only_while_it_keeps_its_size():
 @pytest.mark.slow
 def test_the_estimate_follows_the_work_and_the_workers():
     tree = merge(RECIPE, {"run": {"validate_every": 0}})
-    runs = plan_sweep(tree, Grid(flops=(1e12, 3e12), loops=(2,)))
+    runs = plan_sweep(tree, Grid(budgets=(1e12, 3e12), loops=(2,)))
     guess = estimate(runs, threads=1, utilisation=0.5, device_flops=2e10)
     short, long = (guess.seconds[run.name] for run in runs)
     assert long - short == pytest.approx(200, rel=0.02)
-    assert guess.wall(runs, 1) == short + long
-    assert guess.wall(runs, 2) == long
-    assert "50%" in guess.how
-    assert Estimate({}, "").wall(runs, 1) is None
+    assert guess.wall_seconds(runs, 1) == short + long
+    assert guess.wall_seconds(runs, 2) == long
+    assert "50%" in guess.method
+    assert Estimate({}, "").wall_seconds(runs, 1) is None
 
 
 @pytest.mark.slow
 def test_steps_are_tried_where_no_speed_is_given():
-    runs = plan_sweep(RECIPE, Grid(flops=(1e10,), loops=(1, 4)))
+    runs = plan_sweep(RECIPE, Grid(budgets=(1e10,), loops=(1, 4)))
     guess = estimate(runs, threads=1)
-    assert "tried" in guess.how
+    assert "measured" in guess.method
     assert all(5 < guess.seconds[run.name] < 600 for run in runs)
 
 
 def test_a_sweep_grows_but_does_not_change(tmp_path):
     folder = SweepFolder(tmp_path)
-    first = plan_sweep(RECIPE, Grid(flops=(1e10,), loops=(2, 4)))
+    first = plan_sweep(RECIPE, Grid(budgets=(1e10,), loops=(2, 4)))
     folder.write_plan(folder.extended(first))
     assert [run.name for run in folder.read_plan()] == [run.name for run in first]
     assert folder.read_plan()[0].recipe == first[0].recipe
 
-    more = plan_sweep(RECIPE, Grid(flops=(1e10, 2e10), loops=(4, 8), seeds=(0, 1)))
+    more = plan_sweep(RECIPE, Grid(budgets=(1e10, 2e10), loops=(4, 8), seeds=(0, 1)))
     grown = folder.extended(more)
     assert [run.name for run in grown[:2]] == [run.name for run in first]
     assert len(grown) == 2 + 8 - 1
     assert grown[1].recipe.run.validation_depths == first[1].recipe.run.validation_depths
 
     clipped = merge(RECIPE, {"optimiser": {"clip": 0.5}})
-    for grid in (Grid(flops=(1e10,), loops=(2,)), Grid(flops=(4e10,), loops=(6,))):
+    for grid in (Grid(budgets=(1e10,), loops=(2,)), Grid(budgets=(4e10,), loops=(6,))):
         with pytest.raises(ConfigError, match=r"optimiser\.clip: differs from the sweep"):
             folder.extended(plan_sweep(clipped, grid))
 
@@ -144,22 +144,28 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
     [
         (["--budgets", "1e3", "--loops", "2"], "less than one step"),
         (["--tokens", "10", "--loops", "2"], "less than one step"),
-        (["--budgets", "1e10", "--loops", "0"], "--loops: 0 loops are not possible"),
-        (["--budgets", "1e10", "--test-loops", "0,1"], "--test-loops"),
-        (["--budgets", "-1"], "--budgets"),
-        (["--budgets", "lots"], "'lots' is no number"),
-        (["--budgets", "1e10", "--tokens", "1e5"], "FLOP budgets or numbers of tokens"),
-        (["--budgets", "1e10", "--budget.steps", "3"], "--budget.steps: --budgets says how long"),
+        (["--budgets", "1e10", "--loops", "0"], "loops: 0 must be >= 1"),
+        (["--budgets", "1e10", "--test-loops", "0,1"], "test_loops: 0 must be >= 1"),
+        (["--budgets", "-1"], "budgets: -1 must be > 0"),
+        (["--budgets", "lots"], "--budgets: 'lots' is not a number"),
+        (
+            ["--budgets", "1e10", "--tokens", "1e5"],
+            "tokens: a grid has FLOP budgets or",
+        ),
+        (
+            ["--budgets", "1e10", "--budget.steps", "3"],
+            "budget.steps: budgets already set",
+        ),
         (["--budgets", "1e10", "--optimiser.lrr", "1"], "optimiser.lrr: no such key"),
         (["--grid", "optimiser.lrr=1,2"], "Did you mean lr?"),
         (["--grid", "optimiser.lr"], "Write table.key=1,2"),
-        (["--grid", "run.seed=1,2"], "Use --seeds"),
-        (["--grid", "data.sources=a,b"], "all runs share data.sources"),
-        (["--models", "parcae-1m"], "starts from no preset"),
+        (["--grid", "run.seed=1,2"], "Use seeds."),
+        (["--grid", "data.sources=a,b"], "settings.data.sources: all runs of a sweep share"),
+        (["--models", "parcae-1m"], "names no preset"),
         (["--seeds", "1.5"], "not a whole number"),
         (["--seeds", "1", "--budget.minutes", "2"], "budget.minutes"),
         (["--budgets", "1e10", "--budget.at_most_minutes", "2"], "budget.at_most_minutes"),
-        (["--budgets", "1e10", "--workers", "0"], "--workers"),
+        (["--budgets", "1e10", "--workers", "0"], "workers: 0 must be >= 1"),
         (["--budgets", "1e10", "--slurm.partitoin", "a", "--dry-run"], "Did you mean partition?"),
         ([], "nothing varies"),
     ],
@@ -189,14 +195,13 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "sweep").exists()
 
 
-def test_runs_that_are_there_keep_their_test_loops_and_it_is_said(tmp_path, capsys):
+def test_existing_runs_keep_their_test_loops_and_a_note_says_so(tmp_path):
     first = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2,)))
     larger = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2, 4)))
     folder = SweepFolder(tmp_path)
     folder.write_plan(folder.extended(first))
-    tell_kept_depths(first, folder.extended(first))
-    assert capsys.readouterr().out == ""
-    tell_kept_depths(larger, folder.extended(larger))
-    said = capsys.readouterr().out
-    assert "Test loops 6, 8 are measured in new runs only" in said
-    assert first[0].name in said
+    assert note_on_test_loops(first, folder.extended(first)) is None
+    note = note_on_test_loops(larger, folder.extended(larger))
+    assert note is not None
+    assert "Test loops 6, 8 are measured in new runs only" in note
+    assert first[0].name in note

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import parcae
 from parcae.cli import main
 from parcae.files import exclusive
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
-from parcae.runs import last_step
+from parcae.runs import FINAL_STATUSES, last_step, read_result, read_status
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import LocalWorkers, environments
-from parcae.sweeps.run_state import outcome_of
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def recipe(tmp_path_factory):
     return path
 
 
-def words(recipe, out, *more):
+def arguments(recipe, out, *more):
     grid = ("--budgets", "1.5e9", "--loops", "1,2", "--workers", "2")
     return ["sweep", str(recipe), *grid, "--out", str(out), *SPEED, *more]
 
@@ -55,7 +55,7 @@ def whole(recipe, tmp_path_factory):
     """A sweep that nothing happened to."""
     out = tmp_path_factory.mktemp("sweeps") / "whole"
     os.environ["OMP_NUM_THREADS"] = "1"
-    assert main(words(recipe, out)) == 0
+    assert main(arguments(recipe, out)) == 0
     return out
 
 
@@ -69,7 +69,7 @@ def test_one_table_of_all_runs_at_all_depths(whole):
     parquet = read_table(whole / "runs.parquet")
     assert parquet["loss"].tolist() == table["loss"].tolist()
     for name in NAMES:
-        result = outcome_of(whole / "runs" / name).result
+        result = read_result(whole / "runs" / name)
         mine = table["run"] == name
         losses = {
             str(int(t)): loss
@@ -83,12 +83,49 @@ def test_one_table_of_all_runs_at_all_depths(whole):
 def test_what_is_done_is_skipped(whole, recipe, capsys):
     before = {name: (whole / "runs" / name / "result.json").stat().st_mtime_ns for name in NAMES}
     assert main(["sweep", str(whole)]) == 0
-    assert main(words(recipe, whole)) == 0
-    said = capsys.readouterr().out
-    assert "2 done." in said
-    assert "started" not in said
+    assert main(arguments(recipe, whole)) == 0
+    printed = capsys.readouterr().out
+    assert "2 finished." in printed
+    assert "started" not in printed
     after = {name: (whole / "runs" / name / "result.json").stat().st_mtime_ns for name in NAMES}
     assert after == before
+
+
+def test_the_library_call_returns_runs_and_table(whole, recipe, capsys):
+    result = parcae.sweep(
+        recipe, whole, budgets=[1.5e9], loops=[1, 2], device_flops=1e10, verbose=False
+    )
+    assert capsys.readouterr().out == ""
+    assert result.table_file == whole / "runs.csv"
+    assert not result.interrupted
+    assert [run.name for run in result.runs] == NAMES
+    for run in result.runs:
+        assert run.state == "finished"
+        assert run.failure is None
+        stored = read_result(run.folder)
+        assert run.loss == stored["validation"][f"{run.mean_loops:g}"]["loss"]
+        assert run.seconds == stored["seconds"]
+    rows = result.table()
+    table = read_table(whole / "runs.csv")
+    assert [row["loss"] for row in rows] == table["loss"].tolist()
+    assert {row["run"] for row in rows} == set(NAMES)
+
+
+def test_a_dry_run_of_a_larger_grid_writes_nothing(whole, recipe):
+    before = sorted(path for path in whole.rglob("*"))
+    result = parcae.sweep(
+        str(recipe),
+        whole,
+        budgets=[1.5e9],
+        loops=[1, 2, 3],
+        device_flops=1e10,
+        dry_run=True,
+        verbose=False,
+    )
+    assert [run.state for run in result.runs] == ["finished", "finished", "to do"]
+    assert result.runs[-1].loss is None
+    assert len(result.table()) == 8
+    assert sorted(path for path in whole.rglob("*")) == before
 
 
 def test_a_second_process_is_refused(whole, capsys):
@@ -107,7 +144,7 @@ def wait_for(what, process, seconds=300):
 
 def begin(recipe, out, *more):
     code = "import sys; from parcae.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *words(recipe, out, *more)]
+    command = [sys.executable, "-c", code, *arguments(recipe, out, *more)]
     with Path(f"{out}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -125,12 +162,12 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
         wait_for(lambda: last_step(first) > 45, sweep)
         os.kill(owner(first), signal.SIGKILL)
         wait_for(lambda: last_step(second) > 60 and last_step(first) > 0, sweep)
-        running = [owner(run) for run in (first, second) if not outcome_of(run).is_final]
-    finally:  # also when the waiting was in vain
+        running = [owner(run) for run in (first, second) if read_status(run) not in FINAL_STATUSES]
+    finally:  # also when waiting timed out
         sweep.kill()
         sweep.wait()
     assert running
-    assert not outcome_of(second).is_final or not outcome_of(first).is_final
+    assert {read_status(first), read_status(second)} - set(FINAL_STATUSES)
     assert main(["sweep", str(out), "--workers", "2", *SPEED]) == 0
     assert (out / "runs.csv").read_text() == (whole / "runs.csv").read_text()
     logs = "".join(path.read_text() for path in (out / "logs").iterdir())
@@ -139,8 +176,8 @@ def test_killed_and_resumed_it_gives_the_same_table(recipe, whole, tmp_path, cap
         assert not Path(f"/proc/{process}").exists()
 
 
-class Told:
-    """Takes down what a launcher tells, and wants to stop once a run is on its way."""
+class Events:
+    """Records what a launcher reports, and asks to stop once a run has taken a few steps."""
 
     def __init__(self, run):
         self.run, self.lines = run, []
@@ -149,24 +186,25 @@ class Told:
     def asked(self):
         return last_step(self.run) > 3
 
-    def started(self, job, attempt):
-        self.lines.append(("started", job.name, attempt))
+    def started(self, request, attempt):
+        self.lines.append(("started", request.name, attempt))
 
-    def ended(self, job, failure):
-        self.lines.append(("ended", job.name, failure))
+    def ended(self, request, failure):
+        self.lines.append(("ended", request.name, failure))
 
     def waiting(self):
         pass
 
 
 def test_asked_to_stop_its_runs_save(whole, tmp_path):
-    job = replace(SweepFolder(whole).job(NAMES[0]), run=tmp_path / "run", log=tmp_path / "log")
-    told = Told(job.run)
-    never = replace(job, name="never started")
-    LocalWorkers(1, environments(1)).run([job, never], told, told)
-    assert told.lines == [("started", job.name, 1), ("ended", job.name, None)]
-    assert outcome_of(job.run).stage == "interrupted"
-    assert list((job.run / "checkpoints").iterdir())
+    request = SweepFolder(whole).request(NAMES[0])
+    request = replace(request, run=tmp_path / "run", log=tmp_path / "log")
+    events = Events(request.run)
+    never = replace(request, name="never started")
+    LocalWorkers(1, environments(1)).run([request, never], events, events)
+    assert events.lines == [("started", request.name, 1), ("ended", request.name, None)]
+    assert read_status(request.run) == "interrupted"
+    assert list((request.run / "checkpoints").iterdir())
 
 
 def test_failing_runs_are_isolated_and_can_be_retried(recipe, tmp_path, capsys):
@@ -179,15 +217,15 @@ def test_failing_runs_are_isolated_and_can_be_retried(recipe, tmp_path, capsys):
     (out / "runs").mkdir(parents=True)
     (out / "runs" / bad).write_text("in the way")
     assert main(command) == 1
-    said = capsys.readouterr().out
-    assert f"failed    {bad}: {out / 'runs' / bad}: a file, not a folder." in said
-    assert f"See {out / 'logs' / bad}.log" in said
-    assert "1 done, 1 failed, 1 diverged." in said
+    printed = capsys.readouterr().out
+    assert f"failed    {bad}: {out / 'runs' / bad}: a file, not a folder." in printed
+    assert f"See {out / 'logs' / bad}.log" in printed
+    assert "1 finished, 1 failed, 1 diverged." in printed
     assert set(read_table(out / "runs.csv")["run"].tolist()) == {good}
 
     assert main(command) == 1  # nothing is started: it would fail again
     assert "started" not in capsys.readouterr().out
     (out / "runs" / bad).unlink()
     assert main(["sweep", str(out), "--retry", *SPEED]) == 1
-    assert "2 done, 1 diverged." in capsys.readouterr().out
+    assert "2 finished, 1 diverged." in capsys.readouterr().out
     assert set(read_table(out / "runs.csv")["learning_rate"].tolist()) == {8e-3, 4e-3}

@@ -17,14 +17,17 @@ from parcae.runs.checkpoints import (
 from parcae.runs.layout import run_of
 from parcae.runs.opening import Checkpoint, find_tokenizer, load, open_checkpoint
 from parcae.runs.records import (
+    FINAL_STATUSES,
     check_run_folder,
     last_step,
     read_metrics,
     read_recipe_table,
     read_result,
+    read_status,
 )
 
 __all__ = [
+    "FINAL_STATUSES",
     "Checkpoint",
     "best_checkpoint",
     "check_run_folder",
@@ -38,6 +41,7 @@ __all__ = [
     "read_recipe_table",
     "read_result",
     "read_state",
+    "read_status",
     "run_of",
     "verify_checkpoint",
     "verify_weights",

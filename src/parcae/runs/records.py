@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parcae.config import ConfigError
 from parcae.files import FileError, read_json
@@ -13,6 +13,9 @@ from parcae.recipe import read_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
 
 Line = dict[str, Any]
+RunStatus = Literal["new", "started", "interrupted", "diverged", "finished"]
+FINAL_STATUSES: tuple[RunStatus, ...] = ("diverged", "finished")
+"""A run with one of these has nothing left to do: to continue it would not change it."""
 TAIL_BYTES = 1 << 16
 
 
@@ -47,6 +50,14 @@ def read_result(run: str | Path) -> dict[str, Any] | None:
     if not isinstance(result, dict):
         raise FileError(f"{path}: not a JSON object. Was it edited?")
     return result
+
+
+def read_status(run: str | Path) -> RunStatus:
+    """The status in result.json; without a result `started`, or `new` before the first step."""
+    result = read_result(run)
+    if result is not None:
+        return result["status"]
+    return "started" if (Path(run) / METRICS_FILE).exists() else "new"
 
 
 def read_metrics(run: str | Path) -> dict[str, list[Line]]:

@@ -1,5 +1,4 @@
-"""How long the runs of a sweep will take: from steps that are tried, or from a share of the
-device's best speed."""
+"""How long the runs of a sweep take: measured on a few steps, or from the speed of the device."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
@@ -16,7 +14,6 @@ from parcae.data.loader import Batch
 from parcae.model.flops import token_flops
 from parcae.sweeps.plan import PlannedRun
 from parcae.training.budget import flops_per_step
-from parcae.training.corpora import Corpora
 from parcae.training.distributed import Processes, find_device
 from parcae.training.learner import Learner
 from parcae.training.plan import UTILISATION, plan
@@ -24,7 +21,7 @@ from parcae.training.settings import Recipe
 
 TRIAL_SECONDS = 0.5
 LARGEST_TRIAL = {"cpu": 2e11, "cuda": 2e15, "mps": 2e13}
-"""FLOPs of a step above which steps are not tried."""
+"""FLOPs of a step above which no step is measured, by the type of device."""
 START_SECONDS = 5.0
 """Of each run, for imports and opening data."""
 
@@ -33,16 +30,17 @@ START_SECONDS = 5.0
 class Estimate:
     seconds: Mapping[str, float]
     """By run; empty where nothing is known."""
-    how: str
+    method: str
+    """How it was estimated, in words."""
 
-    def wall(self, runs: Sequence[PlannedRun], workers: int) -> float | None:
-        """Seconds until the last run ends when each worker takes the next that waits."""
+    def wall_seconds(self, runs: Sequence[PlannedRun], workers: int) -> float | None:
+        """Seconds until the last run ends when each worker takes the next run that waits."""
         if not all(run.name in self.seconds for run in runs):
             return None
-        free = [0.0] * workers
+        busy_until = [0.0] * workers
         for run in runs:
-            heapq.heapreplace(free, free[0] + self.seconds[run.name])
-        return max(free)
+            heapq.heapreplace(busy_until, busy_until[0] + self.seconds[run.name])
+        return max(busy_until)
 
 
 def estimate(
@@ -51,28 +49,35 @@ def estimate(
     utilisation: float | None = None,
     device_flops: str | float | None = None,
 ) -> Estimate:
-    """Tried where the model is small enough for this machine and no share is given."""
+    """Measure steps of each model if it is small enough for this machine and neither
+    `utilisation` nor `device_flops` is given; otherwise divide FLOPs by the device's speed."""
     if not runs:
-        return Estimate({}, "nothing is left to do")
+        return Estimate({}, "no run is left to do")
     given = utilisation is not None or device_flops is not None
-    if not given and _can_try(runs):
-        rates = _tried(runs, threads)
-        many = f" with {threads} thread{'s' if threads > 1 else ''}" if _kind(runs) == "cpu" else ""
-        how = f"from steps of each model, tried{many}, one at a time; side by side they are slower"
-        return Estimate({run.name: _seconds(run, rates[_key(run)]) for run in runs}, how)
+    if not given and _can_measure(runs):
+        speeds = _measured_speeds(runs, threads)
+        with_threads = ""
+        if _device_type(runs) == "cpu":
+            with_threads = f" with {threads} thread{'s' if threads > 1 else ''}"
+        return Estimate(
+            {run.name: _seconds(run, speeds[_key(run)]) for run in runs},
+            f"measured on a few steps of each model{with_threads}, one model at a time; runs side "
+            "by side are slower",
+        )
     share = UTILISATION if utilisation is None else utilisation
-    found = plan(runs[0].recipe, 1, share, device_flops)
-    if found.device_flops is None:
-        return Estimate({}, "unknown: the device's speed is not known; give --device-flops")
-    rate = share * found.device_flops
-    how = (
-        f"at {share:.0%} of {console.format_si(found.device_flops, 'FLOP/s')} of one {found.device}"
+    device = plan(runs[0].recipe, 1, share, device_flops)
+    if device.device_flops is None:
+        return Estimate({}, "unknown, as the speed of the device is not known: give --device-flops")
+    speed = share * device.device_flops
+    peak = console.format_si(device.device_flops, "FLOP/s")
+    return Estimate(
+        {run.name: _seconds(run, speed) for run in runs},
+        f"at {share:.0%} of the {peak} of one {device.device}",
     )
-    return Estimate({run.name: _seconds(run, rate) for run in runs}, how)
 
 
-def _seconds(run: PlannedRun, rate: float) -> float:
-    return START_SECONDS + (run.flops + _validation_flops(run)) / rate
+def _seconds(run: PlannedRun, speed: float) -> float:
+    return START_SECONDS + (run.flops + _validation_flops(run)) / speed
 
 
 def _validation_flops(run: PlannedRun) -> float:
@@ -83,58 +88,60 @@ def _validation_flops(run: PlannedRun) -> float:
     return times * recipe.run.validation_rows * recipe.model.context_length * each
 
 
-def _kind(runs: Sequence[PlannedRun]) -> str:
+def _device_type(runs: Sequence[PlannedRun]) -> str:
     device = runs[0].recipe.run.device
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     return "absent" if not available.get(device, True) else find_device(device).type
 
 
-def _can_try(runs: Sequence[PlannedRun]) -> bool:
+def _can_measure(runs: Sequence[PlannedRun]) -> bool:
     largest = max(flops_per_step(run.recipe) for run in runs)
-    return largest <= LARGEST_TRIAL.get(_kind(runs), 0.0)
+    return largest <= LARGEST_TRIAL.get(_device_type(runs), 0.0)
 
 
 def _key(run: PlannedRun) -> tuple[str, float]:
     return run.model, run.mean_loops
 
 
-def _tried(runs: Sequence[PlannedRun], threads: int) -> dict[tuple[str, float], float]:
-    """FLOP/s by model and loops."""
+def _measured_speeds(runs: Sequence[PlannedRun], threads: int) -> dict[tuple[str, float], float]:
+    """FLOP/s by model and mean loops."""
     models = {_key(run): run.recipe for run in runs}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        each = console.track(models.items(), "trying steps", len(models))
-        return {key: _rate(recipe) for key, recipe in each}
+        recipes = console.track(models.items(), "measuring steps", len(models))
+        return {key: measured_speed(recipe) for key, recipe in recipes}
     finally:
         torch.set_num_threads(before)
 
 
-def _rate(recipe: Recipe) -> float:
-    device = find_device(recipe.run.device)
-    learner = Learner(recipe, Processes(device), cast(Corpora, RandomRows()))
-    learner.take_step(0.0)  # the first is slower than all that follow
+def measured_speed(recipe: Recipe) -> float:
+    """FLOP/s of training steps on rows of random tokens."""
+    learner = Learner(recipe, Processes(find_device(recipe.run.device)), RandomData())
+    learner.take_step(0.0)  # the first step is slower than the others
     work, start = 0.0, time.perf_counter()
     while not work or time.perf_counter() < start + TRIAL_SECONDS:
         work += learner.take_step(0.0).flops  # reads the loss, so the device has finished
     return work / (time.perf_counter() - start)
 
 
-class RandomRows:
-    """In the place of `Corpora`: speed does not depend on what is read."""
+class RandomData:
+    """`TrainingData` of random tokens: the speed of a step does not depend on what is read."""
 
-    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Any:
-        return self._rows(recipe)
+    tokenizer = None
 
-    def _rows(self, recipe: Recipe) -> Iterator[Batch]:
+    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         generator = torch.Generator().manual_seed(0)
         shape = (recipe.data.global_batch, recipe.model.context_length + 1)
         while True:
             rows = torch.randint(recipe.model.vocab_size, shape, generator=generator)
             yield Batch(rows[:, :-1], rows[:, 1:])
 
-    def bytes_of_token(self) -> None:
-        return None
+    def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
+        return iter(())
 
     def can_validate(self, recipe: Recipe) -> bool:
         return False
+
+    def bytes_of_token(self) -> None:
+        return None

@@ -1,9 +1,9 @@
-"""A sweep's folder: what is planned in it, the data its runs share, how far they are.
+"""The folder of a sweep: its plan, the data its runs share, the state of each run, the table.
 
-sweep.json      the plan, with every run's recipe      runs/NAME/     a run's own folder
-recipes/        the same as files, on the shared data  logs/NAME.log  what the run printed
-data/, tokenizer.json   prepared once, for all runs    failed.json    runs that ended in an error
-runs.csv, runs.parquet  the table of runs              jobs.json      Slurm's numbers of the runs
+sweep.json      the plan, with the recipe of every run   runs/NAME/     the run folder of a run
+recipes/        the same recipes, on the shared data     logs/NAME.log  what the run printed
+data/, tokenizer.json   prepared once, for all runs      failed.json    runs that ended in an error
+runs.csv, runs.parquet  the table of runs                jobs.json      Slurm's job ids
 """
 
 from __future__ import annotations
@@ -12,23 +12,31 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parcae.config import ConfigError
 from parcae.data.shards import MANIFEST, read_manifest
-from parcae.files import FileError, read_json, read_sealed, write_json, write_sealed, write_text
-from parcae.laws.table import Table, table_from_rows, write_table
+from parcae.files import (
+    FileError,
+    is_in_use,
+    read_json,
+    read_sealed,
+    write_json,
+    write_sealed,
+    write_text,
+)
+from parcae.laws.table import table_from_rows, write_table
 from parcae.recipe import write_toml
+from parcae.runs import read_result, read_status
 from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
-from parcae.sweeps.launch import Job
 from parcae.sweeps.plan import PlannedRun
-from parcae.sweeps.run_state import outcome_of
+from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import open_corpora
 from parcae.training.folder import differences
 from parcae.training.settings import DataConfig, located, plain_recipe, recipe_from_tree
 
 PLAN_FILE, FAILED_FILE, JOBS_FILE = "sweep.json", "failed.json", "jobs.json"
-TABLE_FILE = "runs.csv"
+TABLE_FILE, PARQUET_FILE = "runs.csv", "runs.parquet"
 FORMAT = 1
 AXES = (
     "model.loop.mean_loops",
@@ -37,7 +45,11 @@ AXES = (
     "optimiser.lr",
     "optimiser.muon_lr",
 )
-"""What may differ between the runs of a sweep, beside the budget and the settings of its grid."""
+"""Settings that may differ between the runs of a sweep, beside the budget and `Grid.settings`."""
+
+RunState = Literal["to do", "queued", "running", "stopped", "failed", "diverged", "finished"]
+"""`queued`: waits in Slurm. `stopped`: interrupted, continues from its last checkpoint.
+`failed`: ended in an error; started again only on request. `diverged`, `finished`: has a result."""
 
 
 class SweepFolder:
@@ -48,21 +60,25 @@ class SweepFolder:
     def exists(self) -> bool:
         return (self.path / PLAN_FILE).exists()
 
-    def run(self, name: str) -> Path:
+    @property
+    def table_file(self) -> Path:
+        return self.path / TABLE_FILE
+
+    def run_folder(self, name: str) -> Path:
         return self.path / "runs" / name
 
-    def log(self, name: str) -> Path:
+    def log_file(self, name: str) -> Path:
         return self.path / "logs" / f"{name}.log"
 
-    def recipe(self, name: str) -> Path:
+    def recipe_file(self, name: str) -> Path:
         return self.path / "recipes" / f"{name}.toml"
 
-    def job(self, name: str) -> Job:
-        return Job(name, self.recipe(name), self.run(name), self.log(name))
+    def request(self, name: str) -> RunRequest:
+        return RunRequest(name, self.recipe_file(name), self.run_folder(name), self.log_file(name))
 
     def read_plan(self) -> tuple[PlannedRun, ...]:
         if not self.exists:
-            raise FileError(f"{self.path}: no sweep, {PLAN_FILE} is missing. Check the path.")
+            raise FileError(f"{self.path}: not a sweep: {PLAN_FILE} is missing. Check the path.")
         tree = read_sealed(self.path / PLAN_FILE, "Use another folder.")
         return tuple(
             PlannedRun(**{**run, "recipe": recipe_from_tree(run["recipe"])}) for run in tree["runs"]
@@ -82,7 +98,10 @@ class SweepFolder:
         write_sealed(self.path / PLAN_FILE, {"format": FORMAT, "runs": trees})
 
     def extended(self, planned: Sequence[PlannedRun]) -> tuple[PlannedRun, ...]:
-        """What the folder holds and what is new in `planned`; another sweep is refused."""
+        """The plan in the folder and the runs that are new in `planned`.
+
+        ConfigError if `planned` belongs to another sweep.
+        """
         planned = [replace(run, recipe=located(run.recipe)) for run in planned]
         if not self.exists:
             return tuple(planned)
@@ -91,74 +110,105 @@ class SweepFolder:
             _check_belongs(run, before, self.path)
         return (*before.values(), *(run for run in planned if run.name not in before))
 
-    def prepare(self, runs: Sequence[PlannedRun], say: Callable[[str], None]) -> DataConfig:
-        """Tokenizer and shards, made where they are missing; then a recipe file for each run."""
+    def prepare(self, runs: Sequence[PlannedRun], message: Callable[[str], None]) -> DataConfig:
+        """Make tokenizer and shards where they are missing, and write a recipe file for each run.
+
+        Returns the `[data]` table that the runs share.
+        """
         smallest = min(runs, key=lambda run: run.recipe.model.vocab_size).recipe
         data = located(smallest).data
-        made = [self.path / DATA_FOLDER / str(number) for number in range(len(data.sources))]
-        here = [
-            Path(source) if (Path(source) / MANIFEST).exists() else own
-            for source, own in zip(data.sources, made, strict=True)
+        folders = [
+            Path(source)
+            if (Path(source) / MANIFEST).exists()
+            else self.path / DATA_FOLDER / str(index)
+            for index, source in enumerate(data.sources)
         ]
-        ready = all((folder / MANIFEST).exists() for folder in here)
+        ready = all((folder / MANIFEST).exists() for folder in folders)
         if not (ready and (self.path / TOKENIZER_FILE).exists()):
-            open_corpora(located(smallest), self.path, say)
-        tokenizer = str(self.path / TOKENIZER_FILE)
-        shared = replace(data, sources=tuple(map(str, here)), tokenizer=tokenizer)
+            open_corpora(located(smallest), self.path, message)
+        shared = {
+            "sources": tuple(map(str, folders)),
+            "tokenizer": str(self.path / TOKENIZER_FILE),
+        }
         for run in runs:
-            own = {"sources": shared.sources, "tokenizer": shared.tokenizer}
-            recipe = replace(run.recipe, data=replace(run.recipe.data, **own))
+            recipe = replace(run.recipe, data=replace(run.recipe.data, **shared))
             text = write_toml(plain_recipe(recipe))
-            path = self.recipe(run.name)
+            path = self.recipe_file(run.name)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
-        return shared
+        return replace(data, **shared)
+
+    def states(
+        self, runs: Iterable[PlannedRun], job_states: Callable[[], Mapping[str, RunState]]
+    ) -> dict[str, RunState]:
+        """The state of each run by name.
+
+        `job_states` returns the states of the jobs that Slurm still knows; it is only called if a
+        run without a result was submitted.
+        """
+        statuses = {run.name: read_status(self.run_folder(run.name)) for run in runs}
+        failures, submitted = self.read_failures(), self.read_jobs()
+        open_runs = [name for name, status in statuses.items() if status not in _ENDED]
+        alive = job_states() if any(name in submitted for name in open_runs) else {}
+        states: dict[str, RunState] = {}
+        for name, status in statuses.items():
+            if status in _ENDED:
+                states[name] = _ENDED[status]
+            elif submitted.get(name) in alive:
+                states[name] = alive[submitted[name]]
+            elif name in failures or name in submitted:
+                states[name] = "failed"
+            elif status == "new":
+                states[name] = "to do"
+            else:
+                states[name] = "running" if is_in_use(self.run_folder(name)) else "stopped"
+        return states
 
     def read_failures(self) -> dict[str, str]:
-        """By run: why it ended."""
+        """By run: the error it ended in."""
         path = self.path / FAILED_FILE
         return read_json(path) if path.exists() else {}
 
-    def note_failure(self, name: str, reason: str | None) -> None:
-        """`None`: it is tried again, or is done."""
-        before = self.read_failures()
-        now = {key: value for key, value in before.items() if key != name}
-        if reason is not None:
-            now[name] = reason
-        if now != before:
-            write_json(self.path / FAILED_FILE, now)
-
     def read_jobs(self) -> dict[str, str]:
+        """By run: the id of its Slurm job."""
         path = self.path / JOBS_FILE
         return read_json(path) if path.exists() else {}
 
-    def begin(self, name: str, job: str | None = None) -> None:
-        """What was noted of earlier attempts is no longer so; `job`: Slurm's number of this one."""
-        self.note_failure(name, None)
-        before = self.read_jobs()
-        now = {key: number for key, number in before.items() if key != name}
-        if job is not None:
-            now[name] = job
-        if now != before:
-            write_json(self.path / JOBS_FILE, now)
+    def record_start(self, name: str, job: str | None = None) -> None:
+        """Forget the failure and the job of earlier attempts; `job` is the id of this one."""
+        _set(self.path / FAILED_FILE, self.read_failures(), name, None)
+        _set(self.path / JOBS_FILE, self.read_jobs(), name, job)
 
-    def collect(self, runs: Iterable[PlannedRun]) -> Table | None:
-        """The table of all runs that are finished, written anew; None while there is none."""
-        rows = [row for run in runs for row in rows_of(run, self.run(run.name))]
-        if not rows:
-            return None
-        table = table_from_rows(rows, str(self.path / TABLE_FILE))
-        write_table(self.path / TABLE_FILE, table)
-        write_table((self.path / TABLE_FILE).with_suffix(".parquet"), table)
-        return table
+    def record_failure(self, name: str, reason: str) -> None:
+        _set(self.path / FAILED_FILE, self.read_failures(), name, reason)
+
+    def collect(self, runs: Iterable[PlannedRun]) -> list[dict[str, Any]]:
+        """Write the table of all finished runs, and return its rows."""
+        rows = [row for run in runs for row in rows_of(run, self.run_folder(run.name))]
+        if rows:
+            table = table_from_rows(rows, str(self.table_file))
+            write_table(self.table_file, table)
+            write_table(self.path / PARQUET_FILE, table)
+        return rows
+
+
+_ENDED: dict[str, RunState] = {"finished": "finished", "diverged": "diverged"}
+
+
+def _set(path: Path, before: Mapping[str, str], name: str, value: str | None) -> None:
+    """Write `before` with `name` set to `value`, or without it for None, if that changes it."""
+    now = {key: text for key, text in before.items() if key != name}
+    if value is not None:
+        now[name] = value
+    if now != before:
+        write_json(path, now)
 
 
 def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
-    """One row for each depth that a finished run was validated at."""
-    outcome = outcome_of(folder)
-    if outcome.stage != "finished":
+    """One row of the table for each number of loops that a finished run was validated at."""
+    result, recipe = read_result(folder), run.recipe
+    if result is None or result["status"] != "finished":
         return []
-    result, recipe = outcome.result, run.recipe
     common = {
         "budget": run.budget or result["flops"],
         "learning_rate": recipe.optimiser.lr,
@@ -170,7 +220,7 @@ def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
         **run.settings,
     }
     rows = []
-    for depth, measured in sorted(result["validation"].items(), key=lambda pair: int(pair[0])):
+    for loops, measured in sorted(result["validation"].items(), key=lambda pair: int(pair[0])):
         if measured["loss"] is not None and math.isfinite(measured["loss"]):
             rows.append(
                 {
@@ -179,7 +229,7 @@ def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
                     "tokens": result["tokens"],
                     "flops": result["flops"],
                     "effective_params": run.effective_parameters,
-                    "test_loops": int(depth),
+                    "test_loops": int(loops),
                     "loss": measured["loss"],
                     **common,
                 }
@@ -188,7 +238,7 @@ def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
 
 
 def training_tokens(data: DataConfig) -> int:
-    """How many there are in the shards that the runs share."""
+    """The number of tokens in the shards that the runs share."""
     manifests = (read_manifest(Path(source)) for source in data.sources)
     return sum(manifest["totals"]["train"]["tokens"] for manifest in manifests)
 
@@ -205,11 +255,12 @@ def _check_belongs(run: PlannedRun, before: Mapping[str, PlannedRun], path: Path
             changed = [key for key in changed if not key.startswith("model.")]
     if changed:
         raise ConfigError(
-            f"{changed[0]}: differs from the sweep in {path}. A sweep may grow by budgets, loops, "
-            "models, learning rates, seeds and grids; for other changes use another --out."
+            f"{changed[0]}: differs from the sweep in {path}. A sweep can be extended by budgets, "
+            "loops, models, learning rates, seeds and settings of its grid; for any other change "
+            "use another output folder."
         )
 
 
 def _changed(run: PlannedRun, other: PlannedRun, free: Sequence[str]) -> list[str]:
-    found = differences(plain_recipe(other.recipe), plain_recipe(run.recipe))
-    return [key for key in found if key not in free]
+    keys = differences(plain_recipe(other.recipe), plain_recipe(run.recipe))
+    return [key for key in keys if key not in free]

@@ -1,11 +1,11 @@
-"""A grid of runs as a pure function of a recipe and of what varies: the isoFLOP sweep, the
-fixed-data sweep, learning rates, seeds, or any setting.
+"""The runs of a sweep, as a pure function of a recipe and a grid: FLOP budgets or numbers of tokens
+by loops, learning rates, seeds, or any setting.
 
-    runs = plan_sweep(tree, Grid(flops=(1e13, 2e13), loops=(1, 2, 4)))
+    runs = plan_sweep(tree, Grid(budgets=(1e13, 2e13), loops=(1, 2, 4)))
 
-Tokens follow from the budget by the count of `parcae.model.flops`; `backprop_loops` is
-ceil(mean_loops / 2) unless the recipe says otherwise; `mean_loops` 1 is fixed depth.
-A run's name follows from where it lies in the grid, so that a larger grid finds it again.
+Tokens follow from the budget by `parcae.model.flops`; loops with gradient are ceil(mean_loops / 2)
+unless the recipe sets them; `mean_loops` 1 is fixed depth. The name of a run follows from its
+coordinates in the grid, so that a larger grid contains the same runs under the same names.
 """
 
 from __future__ import annotations
@@ -23,71 +23,83 @@ from parcae.recipe import merge
 from parcae.training.budget import flops_per_step, tokens_per_step, total_steps
 from parcae.training.settings import KINDS_OF_BUDGET, Recipe, recipe_from_tree
 
-OTHER_FLAGS = {
-    "model.preset": "--models",
-    "model.loop.mean_loops": "--loops",
-    "run.seed": "--seeds",
-    "run.validation_depths": "--test-loops",
-    **{f"budget.{kind}": "--budgets or --tokens" for kind in KINDS_OF_BUDGET},
+ARGUMENTS = {
+    "model.preset": "models",
+    "model.loop.mean_loops": "loops",
+    "run.seed": "seeds",
+    "run.validation_depths": "test_loops",
+    **{f"budget.{kind}": "budgets or tokens" for kind in KINDS_OF_BUDGET},
 }
+"""Settings that vary by an argument of their own."""
 SHARED = ("data.sources", "data.weights", "data.tokenizer", "data.validation_fraction")
-"""One preparation serves all runs, so these cannot vary."""
+"""Settings that cannot vary, since data is prepared once for all runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What varies. An empty axis stays as the recipe has it."""
+    """The values of each axis. An empty axis keeps the recipe's value."""
 
-    flops: tuple[float, ...] = ()
+    budgets: tuple[float, ...] = ()
+    """Training FLOPs of a run."""
     tokens: tuple[float, ...] = ()
+    """Training tokens of a run, instead of `budgets`."""
     loops: tuple[float, ...] = ()
+    """Mean loops in training; 1 is fixed depth."""
     models: tuple[str, ...] = ()
-    """Presets; the other keys of the recipe's [model] are laid over each."""
+    """Presets; the other keys of the recipe's [model] apply to each."""
     learning_rates: tuple[float, ...] = ()
     """AdamW's; Muon's keeps its ratio to it."""
     seeds: tuple[int, ...] = ()
     settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Any other, as `table.key`."""
+    """Values of any other setting, by `table.key`."""
     test_loops: tuple[int, ...] = ()
-    """T at which every run is validated."""
+    """Numbers of loops at which every run is validated; not an axis."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing varies."""
+        axes = (self.budgets, self.tokens, self.loops, self.models)
+        return not any((*axes, self.learning_rates, self.seeds, self.settings))
 
     def __post_init__(self) -> None:
         require(
-            not (self.flops and self.tokens),
-            "--tokens",
-            "a grid has FLOP budgets or numbers of tokens",
-            "Leave --budgets or --tokens away.",
+            not (self.budgets and self.tokens),
+            "tokens",
+            "a grid has FLOP budgets or numbers of tokens, not both",
+            "Omit budgets or tokens.",
         )
-        for flag, values in (
-            ("--budgets", self.flops),
-            ("--tokens", self.tokens),
-            ("--learning-rates", self.learning_rates),
-        ):
-            for value in values:
-                fits = 0 < value < math.inf
-                require(fits, flag, f"{value:g} is not a positive number", "Use more.")
-        for flag, values in (("--loops", self.loops), ("--test-loops", self.test_loops)):
-            for value in values:
-                remedy = "Use 1 (fixed depth) or more."
-                fits = 1 <= value < math.inf
-                require(fits, flag, f"{value:g} loops are not possible", remedy)
+        for name in ("budgets", "tokens", "learning_rates"):
+            for value in getattr(self, name):
+                if not 0 < value < math.inf:
+                    raise ConfigError(f"{name}: {value:g} must be > 0 and finite.")
+        for name in ("loops", "test_loops"):
+            for value in getattr(self, name):
+                if not 1 <= value < math.inf:
+                    raise ConfigError(f"{name}: {value:g} must be >= 1 and finite.")
         for key in self.settings:
-            if key in OTHER_FLAGS:
-                raise ConfigError(f"--grid: {key} has a flag of its own. Use {OTHER_FLAGS[key]}.")
-            remedy = "Make a sweep for each."
-            require(key not in SHARED, "--grid", f"all runs share {key}", remedy)
+            if key in ARGUMENTS:
+                raise ConfigError(
+                    f"settings.{key}: varies by an argument of its own. Use {ARGUMENTS[key]}."
+                )
+            require(
+                key not in SHARED,
+                f"settings.{key}",
+                "all runs of a sweep share this setting",
+                "Make a sweep for each value.",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """A point of the grid, with the recipe that goes there."""
+    """One run of the grid and its recipe."""
 
     name: str
     model: str
-    """What the table of runs calls it; differs where sizes differ."""
+    """The name in the table of runs; models of different sizes have different names."""
     budget: float | None
-    """FLOPs that were asked for; None where something else decides the length."""
+    """Requested FLOPs; None where tokens or steps are given instead."""
     settings: Mapping[str, Any]
+    """Its values of `Grid.settings`."""
     recipe: Recipe
 
     @property
@@ -105,7 +117,7 @@ class PlannedRun:
     @property
     def steps(self) -> int:
         steps = total_steps(self.recipe)
-        assert steps is not None, "a sweep's runs do not go by the clock"
+        assert steps is not None, "the runs of a sweep have no time budget"
         return steps
 
     @property
@@ -118,8 +130,8 @@ class PlannedRun:
 
 
 def plan_sweep(tree: Mapping[str, Any], grid: Grid) -> tuple[PlannedRun, ...]:
-    """One run for each point of the grid; `tree` is a recipe with the flags laid over it."""
-    _check_clock(tree, grid)
+    """One run for each point of the grid; `tree` holds the tables of a recipe."""
+    _check_has_length(tree, grid)
     base = recipe_from_tree(tree)
     runs = [_planned(tree, base, grid, point) for point in _points(tree, base, grid)]
     unique = {run.name: run for run in runs}
@@ -140,7 +152,7 @@ class _Point:
 def _points(tree: Mapping[str, Any], base: Recipe, grid: Grid) -> Iterator[_Point]:
     if grid.models and "preset" not in tree["model"]:
         raise ConfigError(
-            "--models: the recipe's [model] starts from no preset, so all of its keys would go. "
+            "models: the recipe's [model] names no preset, so there is nothing to replace. "
             "Name a preset in it, or make a sweep for each model."
         )
     combinations = [
@@ -148,15 +160,15 @@ def _points(tree: Mapping[str, Any], base: Recipe, grid: Grid) -> Iterator[_Poin
         for values in itertools.product(*grid.settings.values())
     ]
     for model in grid.models or (None,):
-        loops = (1,) if _runs_once(model) else grid.loops or (None,)
-        lengths = grid.flops or grid.tokens or (None,)
+        loops = (1,) if _is_transformer(model) else grid.loops or (None,)
+        lengths = grid.budgets or grid.tokens or (None,)
         rest = (grid.learning_rates or (None,), grid.seeds or (None,), combinations)
         for point in itertools.product(lengths, loops, *rest):
             yield _Point(model, *point)
 
 
-def _runs_once(model: str | None) -> bool:
-    """A Transformer among models that loop is there once, whatever loops the others vary."""
+def _is_transformer(model: str | None) -> bool:
+    """Whether the preset has no loop, so that `loops` does not vary it."""
     return model is not None and model in PRESETS and PRESETS[model].architecture == "transformer"
 
 
@@ -168,7 +180,7 @@ def _planned(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -
     run = PlannedRun(
         name=_run_name(model, recipe, base, grid, point),
         model=model,
-        budget=point.length if grid.flops else recipe.budget.flops,
+        budget=point.length if grid.budgets else recipe.budget.flops,
         settings=point.settings,
         recipe=recipe,
     )
@@ -179,7 +191,7 @@ def _planned(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -
 def _tree_at(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -> Mapping[str, Any]:
     if point.model is not None:
         table = {**tree["model"], "preset": point.model}
-        if _runs_once(point.model):
+        if _is_transformer(point.model):
             table.pop("loop", None)
         tree = {**tree, "model": table}
     changes: dict[str, Any] = {}
@@ -197,13 +209,13 @@ def _tree_at(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -
         changes = merge(changes, {"optimiser": rates})
     tree = merge(tree, changes)
     if point.length is not None:
-        tree["budget"] = {"flops" if grid.flops else "tokens": point.length}
+        tree["budget"] = {"flops" if grid.budgets else "tokens": point.length}
     return tree
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
     *tables, leaf = key.split(".")
-    require(len(tables) > 0, "--grid", f"{key!r} is not a setting", "Write table.key=1,2.")
+    require(len(tables) > 0, f"settings.{key}", "is not a setting", "Write table.key.")
     tree: dict[str, Any] = {leaf: value}
     for table in reversed(tables):
         tree = {table: tree}
@@ -211,28 +223,28 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def default_test_loops(grid: Grid, base: Recipe) -> tuple[int, ...]:
-    """One loop, every mean of the grid, and twice the largest with a stop on the way."""
+    """1, every mean of the grid, and 1.5 and 2 times the largest."""
     means = [max(1, round(loops)) for loops in grid.loops or (base.model.loop.mean_loops,)]
     deepest = max(means)
     return tuple(sorted({1, *means, round(1.5 * deepest), 2 * deepest}))
 
 
 def model_name(preset: str | None, config: ModelConfig) -> str:
-    """The preset, where only its loops and context are changed; else its family and the size."""
+    """The preset, if only its loops and context differ; otherwise its family and the size."""
     if preset is not None and preset in PRESETS:
         original = PRESETS[preset]
         if config == replace(original, loop=config.loop, context_length=config.context_length):
             return preset
     family = preset.rpartition("-")[0] if preset else config.architecture
     size = count.parameter_count(config)
-    spelled = f"{size / 1e6:.4g}m" if size >= 1e6 else f"{size / 1e3:.4g}k"
-    return f"{family}-{spelled}"
+    text = f"{size / 1e6:.4g}m" if size >= 1e6 else f"{size / 1e3:.4g}k"
+    return f"{family}-{text}"
 
 
 def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Point) -> str:
     parts = [model, f"mu{spell(recipe.model.loop.mean_loops)}"]
     if point.length is not None:
-        parts.append(f"{spell(point.length)}-{'flops' if grid.flops else 'tokens'}")
+        parts.append(f"{spell(point.length)}-{'flops' if grid.budgets else 'tokens'}")
     if recipe.optimiser.lr != base.optimiser.lr and point.learning_rate is not None:
         parts.append(f"lr{spell(recipe.optimiser.lr)}")
     if recipe.run.seed != base.run.seed:
@@ -242,7 +254,7 @@ def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Poin
 
 
 def spell(value: Any) -> str:
-    """1.5e13, not 15000000000000.0 or 1.5e+13: it is part of a file's name."""
+    """`value` in a file name: 1.5e13, not 15000000000000.0 or 1.5e+13."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
     if abs(value) < 1e5:
@@ -251,50 +263,50 @@ def spell(value: Any) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def _check_clock(tree: Mapping[str, Any], grid: Grid) -> None:
+def _check_has_length(tree: Mapping[str, Any], grid: Grid) -> None:
     budget = tree.get("budget", {})
-    replaced = bool(grid.flops or grid.tokens)
+    replaced = bool(grid.budgets or grid.tokens)
     for name, remedy in (
-        ("minutes", "Give --budgets or --tokens, or a recipe with another budget."),
-        ("at_most_minutes", "Leave it out: --budget.at_most_minutes none."),
+        ("minutes", "Give budgets or tokens, or a recipe with another budget."),
+        ("at_most_minutes", "Unset it: --budget.at_most_minutes none."),
     ):
         value = budget.get(name) if isinstance(budget, Mapping) else None
         if value not in (None, "none") and not (name == "minutes" and replaced):
-            problem = "a run that the clock may end has no number of tokens to plan"
+            problem = "the number of tokens of a run with a time limit cannot be planned"
             raise ConfigError(f"budget.{name}: {problem}. {remedy}")
 
 
 def _check_length(run: PlannedRun) -> None:
     recipe = run.recipe
     budget, each = recipe.budget, tokens_per_step(recipe)
-    smaller = f"or --data.global_batch below {recipe.data.global_batch}"
+    smaller = f"or a data.global_batch below {recipe.data.global_batch}"
     if budget.flops is not None:
         least = flops_per_step(recipe)
         require(
             budget.flops >= least,
-            "--budgets",
+            "budgets",
             f"{budget.flops:g} FLOPs are less than one step of {run.name} takes ({least:.3g})",
-            f"Use more, {smaller}.",
+            f"Use a larger budget, {smaller}.",
         )
     if budget.tokens is not None:
         require(
             budget.tokens >= each,
-            "--tokens",
+            "tokens",
             f"{budget.tokens:g} are less than one step of {run.name} takes ({each:,})",
-            f"Use more, {smaller}.",
+            f"Use more tokens, {smaller}.",
         )
 
 
 def _check_names(runs: list[PlannedRun]) -> None:
-    """Two recipes under one name, or two sizes under one model's, would be taken for one."""
+    """Refuse two recipes with one name, and two sizes of a model with one name."""
     by_name: dict[str, PlannedRun] = {}
     sizes: dict[tuple[str, float], float] = {}
     for run in runs:
         other = by_name.setdefault(run.name, run)
         if other.recipe != run.recipe:
-            raise ConfigError(f"{run.name}: two runs of the grid have this name. Split the grid.")
+            raise ConfigError(f"{run.name}: two runs of the grid have this name. Make two sweeps.")
         size = sizes.setdefault((run.model, run.mean_loops), run.effective_parameters)
         if size != run.effective_parameters:
             raise ConfigError(
-                f"{run.model}: two sizes of the grid round to this name. Make a sweep for each."
+                f"{run.model}: two sizes of the grid round to this name. Make two sweeps."
             )

@@ -1,8 +1,8 @@
-"""Runs of a sweep as Slurm jobs, one each, through submitit.
+"""Runs of a sweep as Slurm jobs, one job per run, through submitit.
 
-A job that nears its time limit or is preempted saves and is put into the queue again; so does one
-whose node is lost, from its last checkpoint. What Slurm says now comes from `squeue`, which every
-cluster has; what a run came to, from its files.
+Before its time limit, or when it is preempted, a job saves and is queued again; one whose node is
+lost is queued again and continues from its last checkpoint. The state of a job comes from `squeue`,
+which needs no accounting; the result of a run from its run folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from parcae.config import ConfigError, require
 from parcae.files import FileError
+from parcae.runs import read_status
 from parcae.schema import Settings, setting
-from parcae.sweeps.launch import ATTEMPTS, Job, failure, start_process
-from parcae.sweeps.run_state import outcome_of
+from parcae.sweeps.launch import ATTEMPTS, failure, start_process
+from parcae.sweeps.worker import RunRequest
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_SAVE = 120
@@ -30,7 +31,7 @@ QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig(Settings, table="slurm"):
-    """What one run asks of the cluster."""
+    """The resources that one run asks of the cluster."""
 
     partition: str | None = setting(None, "partition (unset: the cluster's default)")
     account: str | None = setting(None, "account that is charged (unset: the user's default)")
@@ -48,27 +49,27 @@ class SlurmConfig(Settings, table="slurm"):
 
 
 class SlurmRun:
-    """What a job executes: the run as a child process, asked to save when the job must end."""
+    """The function of a Slurm job: the run as a child process that saves when the job must end."""
 
-    def __init__(self, job: Job, processes: int) -> None:
-        self.job, self.processes = job, processes
+    def __init__(self, request: RunRequest, processes: int) -> None:
+        self.request, self.processes = request, processes
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self) -> str:
         code = 0
         for _ in range(ATTEMPTS):
-            self._process = start_process(self.job, processes=self.processes)
-            # Not wait(): the signal that calls `checkpoint` would find its lock taken.
-            while (found := self._process.poll()) is None:
+            self._process = start_process(self.request, processes=self.processes)
+            # Not wait(): the signal handler that calls `checkpoint` would find its lock taken.
+            while (exit_code := self._process.poll()) is None:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
-            code = found
+            code = exit_code
             if code >= 0:
                 break
-        problem = failure(self.job, code)
-        stage = outcome_of(self.job.run).stage
-        if problem is not None or stage != "finished":
-            raise RuntimeError(problem or f"the run is {stage}")
-        return stage
+        problem = failure(self.request, code)
+        status = read_status(self.request.run)
+        if problem is not None or status != "finished":
+            raise RuntimeError(problem or f"the run is {status}")
+        return status
 
     def checkpoint(self) -> Any:
         """Called by submitit before a time limit or a preemption; what it returns is queued."""
@@ -78,27 +79,27 @@ class SlurmRun:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self._process.pid, signal.SIGTERM)
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        return submitit.helpers.DelayedSubmission(SlurmRun(self.job, self.processes))
+        return submitit.helpers.DelayedSubmission(SlurmRun(self.request, self.processes))
 
 
 def check_slurm() -> None:
-    """Before anything is prepared."""
+    """Raise ConfigError if this machine cannot submit jobs."""
     try:
         import submitit  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "--slurm: submitit is not installed. Run: pip install 'parcae[cluster]'"
+            "slurm: submitit is not installed. Run: pip install 'parcae[cluster]'"
         ) from None
     require(
         shutil.which("sbatch") is not None and shutil.which("srun") is not None,
-        "--slurm",
-        "there is no sbatch here",
-        "Use a machine of the cluster, or leave --slurm away to run on this one.",
+        "slurm",
+        "sbatch is not installed here",
+        "Run this on a machine of the cluster, or omit --slurm to train here.",
     )
 
 
-def submit(job: Job, config: SlurmConfig, folder: Path) -> str:
-    """The number Slurm gives the job; submitit's own files go to `folder`."""
+def submit(request: RunRequest, config: SlurmConfig, folder: Path) -> str:
+    """Submit a run and return the id of its job; submitit keeps its own files in `folder`."""
     import submitit
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
@@ -113,7 +114,7 @@ def submit(job: Job, config: SlurmConfig, folder: Path) -> str:
         "gpus_per_node": config.gpus or None,
     }
     executor.update_parameters(
-        job_name=job.name,
+        job_name=request.name,
         time=config.minutes,
         ntasks_per_node=1,
         signal_delay_s=SECONDS_TO_SAVE,
@@ -122,17 +123,17 @@ def submit(job: Job, config: SlurmConfig, folder: Path) -> str:
         **{name: value for name, value in optional.items() if value is not None},
     )
     try:
-        return executor.submit(SlurmRun(job, max(1, config.gpus))).job_id
+        return executor.submit(SlurmRun(request, max(1, config.gpus))).job_id
     except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-        words = str(error).strip().splitlines()
-        raise FileError(f"sbatch refused {job.name}: {words[-1] if words else error}") from None
+        lines = str(error).strip().splitlines()
+        raise FileError(f"sbatch refused {request.name}: {lines[-1] if lines else error}") from None
 
 
-def job_states() -> dict[str, str]:
-    """By job number, `queued` or `running`, of all jobs of this user that have not ended."""
+def job_states() -> dict[str, Literal["queued", "running"]]:
+    """By job id: the state of every job of this user that has not ended."""
     command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode != 0:
-        raise FileError(f"squeue does not answer ({found.stderr.strip()}). Try again later.")
-    pairs = (line.split() for line in found.stdout.splitlines() if line.strip())
-    return {number: "queued" if state in QUEUED else "running" for number, state in pairs}
+    squeue = subprocess.run(command, capture_output=True, text=True, check=False)
+    if squeue.returncode != 0:
+        raise FileError(f"squeue failed ({squeue.stderr.strip()}). Try again later.")
+    pairs = (line.split() for line in squeue.stdout.splitlines() if line.strip())
+    return {job: "queued" if state in QUEUED else "running" for job, state in pairs}

@@ -1,9 +1,9 @@
-"""One run of a sweep in a process of its own: it becomes `parcae train`, from the beginning or
-with --resume, whichever the run's folder calls for.
+"""One run of a sweep in its own process, which becomes `parcae train`: from the recipe, or with
+--resume if the run's folder holds a started run.
 
     python -m parcae.sweeps.worker PARENT PROCESSES RECIPE.toml RUN
 
-Light on purpose: nothing heavy is imported before the process is replaced.
+Imports little: torch is loaded only once the process has been replaced.
 """
 
 from __future__ import annotations
@@ -15,42 +15,53 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from parcae.files import FileError, InUseError, exclusive
-from parcae.sweeps.run_state import outcome_of
-from parcae.training.log import METRICS_FILE
+from parcae.runs import FINAL_STATUSES, read_status
 
 PR_SET_PDEATHSIG = 1
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def command(recipe: Path, run: Path, processes: int = 1) -> list[str]:
-    """What a launcher starts, as a child of its own."""
-    words = [str(os.getpid()), str(processes), str(recipe), str(run)]
-    return [sys.executable, "-m", "parcae.sweeps.worker", *words]
+@dataclass(frozen=True)
+class RunRequest:
+    """A run to start: its recipe, its run folder, and the file for its output."""
+
+    name: str
+    recipe: Path
+    run: Path
+    log: Path
+
+
+def command(request: RunRequest, processes: int = 1) -> list[str]:
+    """The command line that a launcher starts as its child process."""
+    arguments = [str(os.getpid()), str(processes), str(request.recipe), str(request.run)]
+    return [sys.executable, "-m", "parcae.sweeps.worker", *arguments]
 
 
 def main(argv: Sequence[str]) -> None:
     parent, processes, recipe, run = int(argv[0]), int(argv[1]), Path(argv[2]), Path(argv[3])
     _end_with(parent)
-    # Slurm's warning of a time limit goes to every process of a job; the launcher deals with it.
+    # Slurm sends its warning of a time limit to every process of a job; the launcher handles it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     try:
         wait_until_free(run)
     except FileError as error:
         sys.exit(f"parcae: {error}")
-    if outcome_of(run).is_final:
+    status = read_status(run)
+    if status in FINAL_STATUSES:
         return
-    goes_on = (run / METRICS_FILE).exists()
-    training = ["--resume", str(run)] if goes_on else [str(recipe), "--out", str(run)]
-    several = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    words = ["-m", *(several if processes > 1 else []), "parcae", "train", *training]
-    os.execv(sys.executable, [sys.executable, *words])
+    new = status == "new"
+    training = [str(recipe), "--out", str(run)] if new else ["--resume", str(run)]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+    arguments = ["-m", *(torchrun if processes > 1 else []), "parcae", "train", *training]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def wait_until_free(run: Path) -> None:
-    """A killed sweep's runs are asked to save and end; that takes them a moment."""
+    """Wait for a run that is still stopping: the runs of a killed sweep save before they end."""
     while True:
         try:
             with exclusive(run):
@@ -61,11 +72,11 @@ def wait_until_free(run: Path) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Be asked to stop, as by SIGTERM, when the launcher dies, even if it is killed (Linux)."""
+    """Receive SIGTERM when the launcher dies, even if it is killed (Linux only)."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit("the sweep has ended before its run began")
+        sys.exit("the sweep ended before this run started")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,17 @@ from parcae.training.settings import Recipe
 TOKENIZER_CHARACTERS = 200_000_000
 WORTH_SAYING_BYTES = 1 << 30
 """Of shards to check: less takes a moment."""
+
+
+class TrainingData(Protocol):
+    """What a `Learner` reads: `Corpora` in a run, random tokens where only speed is measured."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> Any: ...
+    def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]: ...
+    def can_validate(self, recipe: Recipe) -> bool: ...
+    def bytes_of_token(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from parcae.model.flops import executed
 from parcae.model.store import header
 from parcae.training.budget import total_steps
 from parcae.training.checkpoint import Snapshot
-from parcae.training.corpora import Corpora
+from parcae.training.corpora import TrainingData
 from parcae.training.distributed import Processes
 from parcae.training.guard import Guard
 from parcae.training.optim import Optimiser
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 class Learner:
     """Model, optimiser and data of a run; `step` counts the optimiser steps behind it."""
 
-    def __init__(self, recipe: Recipe, workers: Processes, corpora: Corpora) -> None:
+    def __init__(self, recipe: Recipe, workers: Processes, corpora: TrainingData) -> None:
         run, data = recipe.run, recipe.data
         self.recipe, self.workers, self.corpora = recipe, workers, corpora
         self.dtype = compute_dtype(run.precision, workers.device)

@@ -1,0 +1,369 @@
+"""`parcae.sweep`: plan a grid of training runs, train them here or on Slurm, collect one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parcae import console
+from parcae.config import ConfigError
+from parcae.files import exclusive
+from parcae.recipe import build, from_file
+from parcae.runs import read_result
+from parcae.sweeps.estimate import Estimate, estimate
+from parcae.sweeps.folder import RunState, SweepFolder, rows_of, training_tokens
+from parcae.sweeps.launch import LocalWorkers, environments, threads_per_worker, visible_devices
+from parcae.sweeps.plan import Grid, PlannedRun, plan_sweep
+from parcae.sweeps.progress import (
+    SweepProgress,
+    note_on_budgets,
+    note_on_repeated_data,
+    note_on_test_loops,
+    print_plan,
+)
+from parcae.sweeps.slurm import SlurmConfig, check_slurm, job_states, submit
+from parcae.sweeps.worker import RunRequest
+from parcae.training.settings import KINDS_OF_BUDGET, with_flags
+from parcae.training.stop import StopSignals
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep: what was planned, and what is known of it now."""
+
+    name: str
+    model: str
+    mean_loops: float
+    budget: float | None
+    """Requested FLOPs; None where tokens or steps were given."""
+    tokens: int
+    steps: int
+    flops: float
+    parameters: int
+    settings: Mapping[str, Any]
+    """Its values of the settings that vary."""
+    state: RunState
+    folder: Path
+    log: Path
+    loss: float | None
+    """Validation loss at `mean_loops`, in nats per token; None before the run has a result."""
+    seconds: float | None
+    """Training time; None before the run has a result."""
+    failure: str | None
+    """Why it failed or diverged."""
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The runs of a sweep and its table so far."""
+
+    folder: Path
+    runs: tuple[SweepRun, ...]
+    table_file: Path
+    """runs.csv; absent until a run has finished."""
+    rows: tuple[Mapping[str, Any], ...]
+    interrupted: bool = False
+    """Whether Ctrl-C or SIGTERM stopped it; the same call continues it."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One dict per finished run and number of test loops; `parcae.fit` takes this list."""
+        return [dict(row) for row in self.rows]
+
+
+def sweep(
+    recipe: str | Path | Mapping[str, Any],
+    out: str | Path | None = None,
+    *,
+    budgets: Iterable[float] = (),
+    tokens: Iterable[float] = (),
+    loops: Iterable[float] = (),
+    models: Iterable[str] = (),
+    learning_rates: Iterable[float] = (),
+    seeds: Iterable[int] = (),
+    settings: Mapping[str, Iterable[Any]] | None = None,
+    test_loops: Iterable[int] = (),
+    overrides: Mapping[str, Any] | None = None,
+    workers: int | None = None,
+    slurm: SlurmConfig | Mapping[str, Any] | None = None,
+    retry: bool = False,
+    dry_run: bool = False,
+    utilisation: float | None = None,
+    device_flops: str | float | None = None,
+    verbose: bool = True,
+) -> SweepResult:
+    """Train one run for each point of a grid, and collect the losses in one table.
+
+        result = parcae.sweep("recipes/sweep-tiny.toml", "runs/laws",
+                              budgets=[6e11, 1.2e12], loops=[1, 2, 4])
+        parcae.fit(result.table())
+
+    Calling it again continues what was interrupted and skips finished runs; a larger grid with the
+    same `out` adds runs. Each run trains in a process of its own.
+
+    recipe          a recipe file or its tables as a dict; or the folder of a sweep, to continue it
+    out             folder of the sweep (default: runs/<name of the recipe>-sweep)
+    budgets         training FLOPs of a run
+    tokens          training tokens of a run, instead of `budgets`
+    loops           mean loops in training; 1 is fixed depth
+    models          presets to use instead of the recipe's
+    learning_rates  AdamW's; Muon's keeps its ratio to it
+    seeds           seeds of initialisation and data order
+    settings        values of any other setting by its key: {"optimiser.beta2": [0.9, 0.95]}
+    test_loops      loops at which every run is validated (default: 1, all `loops`, and 1.5 and 2
+                    times the largest)
+    overrides       settings of all runs that differ from the recipe: {"data": {"global_batch": 16}}
+    workers         runs that train at the same time (default: the number of GPUs, or 1)
+    slurm           submit the runs to Slurm and return: a `SlurmConfig` or its fields as a dict
+    retry           also start runs that failed before
+    dry_run         only plan: train nothing and write nothing
+    utilisation     fraction of the device's peak speed to assume for estimates of time
+    device_flops    peak speed of one device for estimates: FLOP/s, or `a100`, `h100`
+    verbose         print the plan and progress
+    """
+    grid = Grid(
+        budgets=tuple(budgets),
+        tokens=tuple(tokens),
+        loops=tuple(loops),
+        models=tuple(models),
+        learning_rates=tuple(learning_rates),
+        seeds=tuple(seeds),
+        settings={key: tuple(values) for key, values in (settings or {}).items()},
+        test_loops=tuple(test_loops),
+    )
+    cluster = _slurm_config(slurm, workers, dry_run)
+    folder, planned = _plan(recipe, out, grid, overrides or {})
+    runner = _Runner(
+        folder=folder,
+        runs=folder.read_plan() if planned is None else folder.extended(planned),
+        workers=_worker_count(workers),
+        retry=retry,
+        utilisation=utilisation,
+        device_flops=device_flops,
+        verbose=verbose,
+    )
+    if planned is not None:
+        runner.message(note_on_test_loops(planned, runner.runs))
+    if dry_run:
+        runner.show_plan()
+        return runner.result()
+    with exclusive(folder.path):
+        if planned is not None:
+            runner.runs = folder.extended(planned)  # another process may have extended it
+        folder.write_plan(runner.runs)
+        interrupted = runner.train() if cluster is None else runner.submit(cluster)
+        folder.collect(runner.runs)
+        return runner.result(interrupted)
+
+
+@dataclass
+class _Runner:
+    folder: SweepFolder
+    runs: tuple[PlannedRun, ...]
+    workers: int
+    retry: bool
+    utilisation: float | None
+    device_flops: str | float | None
+    verbose: bool
+
+    def message(self, text: str | None) -> None:
+        if self.verbose and text is not None:
+            console.print_text(text)
+
+    def states(self) -> dict[str, RunState]:
+        return self.folder.states(self.runs, job_states)
+
+    def to_do(self) -> list[PlannedRun]:
+        """The runs to start.
+
+        One that is `running` without a job belongs to a sweep that was killed: it is about to stop,
+        and its worker waits for that.
+        """
+        states, jobs = self.states(), self.folder.read_jobs()
+        startable = ("to do", "stopped", "failed") if self.retry else ("to do", "stopped")
+        return [
+            run
+            for run in self.runs
+            if states[run.name] in startable
+            or (states[run.name] == "running" and run.name not in jobs)
+        ]
+
+    def estimate(self, to_do: Sequence[PlannedRun]) -> Estimate:
+        threads = threads_per_worker(self.workers)
+        return estimate(to_do, threads, self.utilisation, self.device_flops)
+
+    def show_plan(self) -> tuple[list[PlannedRun], Estimate]:
+        to_do = self.to_do()
+        estimated = self.estimate(to_do)
+        if self.verbose:
+            states, path = self.states(), self.folder.path
+            print_plan(self.runs, states, to_do, estimated, self.workers, path)
+        self.message(note_on_budgets(self.runs))
+        return to_do, estimated
+
+    def prepare(self) -> None:
+        available = training_tokens(self.folder.prepare(self.runs, self.message))
+        self.message(note_on_repeated_data(self.runs, available))
+
+    def train(self) -> bool:
+        """Train the runs that are left in local processes; True if a signal stopped it."""
+        if not self.to_do():
+            return False
+        to_do, estimated = self.show_plan()
+        self.prepare()
+        requests = {run.name: self.folder.request(run.name) for run in to_do}
+        display = SweepProgress(
+            requests,
+            steps={run.name: run.steps for run in to_do},
+            weights=estimated.seconds or {run.name: run.flops for run in to_do},
+            expected=estimated.wall_seconds(to_do, self.workers),
+            shown=self.verbose,
+        )
+        pool = LocalWorkers(self.workers, environments(self.workers, visible_devices()))
+        with display, StopSignals() as stop:
+            pool.run(list(requests.values()), _Recorder(self.folder, self.runs, display), stop)
+            return stop.asked
+
+    def submit(self, config: SlurmConfig) -> bool:
+        """Submit the runs that are left to Slurm; never interrupted."""
+        to_do = self.to_do()
+        if to_do:
+            self.prepare()
+        for run in to_do:
+            job = submit(self.folder.request(run.name), config, self.folder.path / "slurm")
+            self.folder.record_start(run.name, job)
+            self.message(f"job {job}  {run.name}")
+        return False
+
+    def result(self, interrupted: bool = False) -> SweepResult:
+        states, failures = self.states(), self.folder.read_failures()
+        rows = [row for run in self.runs for row in rows_of(run, self.folder.run_folder(run.name))]
+        return SweepResult(
+            folder=self.folder.path,
+            runs=tuple(
+                _described(self.folder, run, states[run.name], failures.get(run.name))
+                for run in self.runs
+            ),
+            table_file=self.folder.table_file,
+            rows=tuple(rows),
+            interrupted=interrupted,
+        )
+
+
+@dataclass
+class _Recorder:
+    """Keeps failed.json and the table up to date while runs end, and passes events on."""
+
+    folder: SweepFolder
+    runs: Sequence[PlannedRun]
+    display: SweepProgress
+
+    def started(self, request: RunRequest, attempt: int) -> None:
+        self.folder.record_start(request.name)
+        self.display.started(request, attempt)
+
+    def ended(self, request: RunRequest, failure: str | None) -> None:
+        if failure is not None:
+            self.folder.record_failure(request.name, failure)
+        self.folder.collect(self.runs)
+        self.display.ended(request, failure)
+
+    def waiting(self) -> None:
+        self.display.waiting()
+
+
+def _described(
+    folder: SweepFolder, run: PlannedRun, state: RunState, failure: str | None
+) -> SweepRun:
+    result = read_result(folder.run_folder(run.name)) or {}
+    nominal = str(run.recipe.model.loop.nominal_loops)
+    if state in ("failed", "diverged"):
+        failure = failure or "its job ended without a result."
+    else:
+        failure = None
+    return SweepRun(
+        name=run.name,
+        model=run.model,
+        mean_loops=run.mean_loops,
+        budget=run.budget,
+        tokens=run.tokens,
+        steps=run.steps,
+        flops=run.flops,
+        parameters=run.parameters,
+        settings=run.settings,
+        state=state,
+        folder=folder.run_folder(run.name),
+        log=folder.log_file(run.name),
+        loss=result.get("validation", {}).get(nominal, {}).get("loss"),
+        seconds=result.get("seconds"),
+        failure=failure,
+    )
+
+
+def _plan(
+    recipe: str | Path | Mapping[str, Any],
+    out: str | Path | None,
+    grid: Grid,
+    overrides: Mapping[str, Any],
+) -> tuple[SweepFolder, tuple[PlannedRun, ...] | None]:
+    """The folder, and the runs of the grid; None for these if an existing sweep is continued."""
+    if not isinstance(recipe, Mapping):
+        recipe = Path(recipe)
+        if recipe.is_dir():
+            _check_continues(recipe, out, grid, overrides)
+            return SweepFolder(recipe), None
+        if not recipe.exists():
+            raise ConfigError(f"{recipe}: no such file. Give a recipe, or the folder of a sweep.")
+    if grid.is_empty:
+        raise ConfigError(
+            "sweep: nothing varies. Give budgets or tokens, loops, models, learning rates, seeds, "
+            "or values of a setting (--grid table.key=1,2)."
+        )
+    kinds = (kind for kind in KINDS_OF_BUDGET if kind in overrides.get("budget", {}))
+    if (kind := next(kinds, None)) is not None and (grid.budgets or grid.tokens):
+        given = "budgets" if grid.budgets else "tokens"
+        raise ConfigError(f"budget.{kind}: {given} already set the length of runs. Omit one.")
+    if isinstance(recipe, Mapping):
+        if out is None:
+            raise ConfigError("out: a recipe without a file needs a folder. Give out.")
+        return SweepFolder(Path(out)), plan_sweep(with_flags(recipe, overrides), grid)
+    planned = from_file(recipe, dict(overrides), lambda *both: plan_sweep(with_flags(*both), grid))
+    return SweepFolder(Path(out or Path("runs") / f"{recipe.stem}-sweep")), planned
+
+
+def _check_continues(
+    folder: Path, out: str | Path | None, grid: Grid, overrides: Mapping[str, Any]
+) -> None:
+    if out is not None:
+        raise ConfigError(
+            f"out: {folder} is the sweep's folder already. Omit it, or give a recipe."
+        )
+    if overrides or not grid.is_empty or grid.test_loops:
+        raise ConfigError(
+            f"{folder}: a sweep is continued by its own plan. To add runs to it, give the recipe, "
+            f"the grid and --out {folder}."
+        )
+
+
+def _slurm_config(
+    slurm: SlurmConfig | Mapping[str, Any] | None, workers: int | None, dry_run: bool
+) -> SlurmConfig | None:
+    if slurm is None:
+        return None
+    if workers is not None:
+        raise ConfigError("workers: Slurm decides how many runs train at the same time. Omit it.")
+    config = slurm if isinstance(slurm, SlurmConfig) else build(SlurmConfig, slurm)
+    if not dry_run:
+        check_slurm()
+    return config
+
+
+def _worker_count(workers: int | None) -> int:
+    if workers is None:
+        return max(1, torch.cuda.device_count())
+    if workers < 1:
+        raise ConfigError(f"workers: {workers} must be >= 1.")
+    return workers
