@@ -1,14 +1,14 @@
-"""Tokens per second at the shape of parcae-140m, against what a user would take instead.
+"""Tokens per second at the shape of parcae-140m, compared with alternatives.
 
     python benchmarks/decode.py [--rounds 8] [--loops 8] [--context 256] [--out result.json]
 
-All candidates take turns in one process; random weights, greedy, float32 unless they say otherwise.
+All candidates take turns in one process; random weights, greedy, float32 unless stated otherwise.
 
-    plain            the prefix is computed again for every token (parcae.infer.plain)
-    transformers     GPT-2 with as many layers as a token passes here, same width, own cache; left
-                     out where transformers is not installed (pip install -e .[hf])
-    products alone   the matrix-vector products of one token and nothing else: the machine's limit
-    ours             Engine, one sequence; int8 weights; sixteen sequences
+    no cache         the prefix is computed again for every token (parcae.infer.reference)
+    transformers     GPT-2 with as many layers as a token passes here, same width, with its cache;
+                     omitted if transformers is not installed (pip install -e .[hf])
+    products alone   only the matrix-vector products of one token: the machine's limit
+    Engine           one sequence; PyTorch only; int8 weights; sixteen sequences
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import torch
 
 import parcae
 from parcae.cpu import keep_freed_memory
-from parcae.infer.plain import generate as plain_generate
+from parcae.infer import reference
 
 BATCH = 16
+BASE = "Engine"
 
 
-class Ours:
-    """A sequence, or several, in the middle of a text; every call gives each one more token."""
+class EngineStep:
+    """One or several sequences in the middle of a text; every call adds a token to each."""
 
     def __init__(self, model, loops: int, context: int, rows: int = 1, **options) -> None:
         self.engine = parcae.Engine(model, rows=rows, **options)
@@ -50,17 +51,17 @@ class Ours:
         self.engine.step()
 
 
-def plain(model, loops: int, context: int) -> Callable[[], None]:
+def without_cache(model, loops: int, context: int) -> Callable[[], None]:
     prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
 
     def one_token() -> None:
-        plain_generate(model, prompt, new_tokens=1, depths=loops, temperature=0)
+        reference.generate(model, prompt, new_tokens=1, loops=loops, temperature=0)
 
     return one_token
 
 
 def products(model, loops: int) -> Callable[[], None]:
-    """Every weight matrix that a token meets, in the order it meets them."""
+    """The products of one token with every weight matrix, in the order of a pass."""
     parts = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
     prelude, core, coda = ([_fused(block) for block in part] for part in parts)
     readout = model.coda.readout.weight.detach()
@@ -118,12 +119,12 @@ class Transformers:
             do_sample=False,
             streamer=clock,
         )
-        _, first, *_, last = clock.times  # of the prompt, which is handed out too, and of tokens
+        _, first, *_, last = clock.times  # the first call is for the prompt
         return (last - first) / (self.NEW - 1)
 
 
 class Clock:
-    """Looks like a streamer to transformers."""
+    """A streamer for transformers that records times."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -136,7 +137,7 @@ class Clock:
 
 
 def seconds(function: Callable[[], None], repetitions: int, sequences: int) -> float:
-    """Of one token."""
+    """Seconds per token."""
     start = time.perf_counter()
     for _ in range(repetitions):
         function()
@@ -144,7 +145,7 @@ def seconds(function: Callable[[], None], repetitions: int, sequences: int) -> f
 
 
 def filled(model):
-    """Weights that begin at zero are drawn too, so that every product has something to do."""
+    """Replace weights that are zero by random ones."""
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
@@ -153,19 +154,19 @@ def filled(model):
 
 
 def measure(loops: int, context: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds a token, of every round."""
+    """Seconds per token of every round."""
     keep_freed_memory()
     torch.manual_seed(0)
     model = filled(parcae.create("parcae-140m"))
     config = model.config
     steps = {
-        # name: (what gives every sequence one more token, how often a round, sequences)
+        # name: (function that adds a token to every sequence, calls per round, sequences)
         "products alone": (products(model, loops), 4, 1),
-        "ours": (Ours(model, loops, context), 4, 1),
-        "ours, PyTorch only": (Ours(model, loops, context, layers="torch"), 4, 1),
-        "ours, int8": (Ours(model, loops, context, weights="int8"), 4, 1),
-        f"ours, {BATCH} sequences": (Ours(model, loops, context, rows=BATCH), 2, BATCH),
-        "plain": (plain(model, loops, context), 1, 1),
+        BASE: (EngineStep(model, loops, context), 4, 1),
+        "Engine, PyTorch only": (EngineStep(model, loops, context, layers="torch"), 4, 1),
+        "Engine, int8": (EngineStep(model, loops, context, weights="int8"), 4, 1),
+        f"Engine, {BATCH} sequences": (EngineStep(model, loops, context, rows=BATCH), 2, BATCH),
+        "no cache": (without_cache(model, loops, context), 1, 1),
     }
     candidates: dict[str, Callable[[], float]] = {
         name: partial(seconds, *step) for name, step in steps.items()
@@ -173,7 +174,7 @@ def measure(loops: int, context: int, rounds: int) -> dict[str, list[float]]:
     try:
         candidates["transformers"] = Transformers(config, loops, context).seconds
     except ImportError:
-        print("transformers is not installed: left out (pip install -e .[hf])")
+        print("transformers is not installed: omitted (pip install -e .[hf])")
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 1):
         for name, candidate in candidates.items():
@@ -185,12 +186,12 @@ def measure(loops: int, context: int, rounds: int) -> dict[str, list[float]]:
 
 def report(taken: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     table = {}
-    ours = taken["ours"]
+    base = taken[BASE]
     for name, times in taken.items():
         table[name] = {
             "milliseconds": 1e3 * min(times),
-            "times_ours_by_minima": min(times) / min(ours),
-            "times_ours_by_medians": statistics.median(times) / statistics.median(ours),
+            "ratio_by_minima": min(times) / min(base),
+            "ratio_by_medians": statistics.median(times) / statistics.median(base),
         }
     return table
 
@@ -203,12 +204,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     table = report(measure(arguments.loops, arguments.context, arguments.rounds))
-    print(f"parcae-140m, {arguments.loops} loops, context {arguments.context}, a token")
-    print(f"{'':22s} {'ms at best':>11s} {'by minima':>11s} {'by medians':>11s}")
+    print(f"parcae-140m, {arguments.loops} loops, context {arguments.context}, per token")
+    print(f"{'':22s} {'ms, minimum':>11s} {'by minima':>11s} {'by medians':>11s}")
     for name, row in table.items():
-        ratios = [f"{row[f'times_ours_by_{kind}']:10.2f}x" for kind in ("minima", "medians")]
+        ratios = [f"{row[f'ratio_by_{kind}']:10.2f}x" for kind in ("minima", "medians")]
         print(f"{name:22s} {row['milliseconds']:11.2f} {' '.join(ratios)}")
-    print("ratios are the time a token takes, over ours")
+    print(f"ratios: time per token over that of {BASE}")
     if arguments.out:
         arguments.out.write_text(json.dumps(table, indent=2) + "\n")
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.config import require
+from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import Task, deepen
-from parcae.infer.network import Network, exactly
+from parcae.infer.forward import forward
+from parcae.infer.network import Network, without_autocast
 from parcae.infer.request import DepthPlan
-from parcae.infer.work import Part, Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ def decode_forced(
     require(some, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
     limit = network.layout.context_length
     require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Cut them.")
-    with exactly(network.device):
+    with without_autocast(network.device):
         return _decode(network, rows, plan, Policy.parse(policy), prompt, on_step)
 
 
@@ -72,29 +71,22 @@ def _decode(
     count, length = rows.shape
     cache = network.cache(policy)
     cache.reserve(count, length - 1, plan.loops)
-    work = Work(
-        [Part(row, 0, prompt) for row in range(count)],
+    batch = Batch(
+        [Span(row, 0, prompt) for row in range(count)],
         rows[:, :prompt].flatten().tolist(),
         network.device,
     )
-    last = work.last_tokens
-    options: dict[str, Any] = {
-        "limits": [plan.loops] * count,
-        "extrapolation": plan.extrapolation,
-    }
-    state = deepen(network, cache, Task(work=work, predict=last, **options)).state[last]
-    if plan.exit is not None:
-        options["rules"] = [plan.exit] * count
+    max_loops = [plan.loops] * count
+    forward(network, cache, batch, max_loops, predict=batch.last_indices)
+    exits = None if plan.exit is None else [plan.exit] * count
     nats, loops = [], []
     begin = time.perf_counter()
     for position in range(prompt, length - 1):
-        parts = [Part(row, position) for row in range(count)]
-        work = Work(parts, rows[:, position].tolist(), network.device)
-        start = state if plan.start == "previous" else None
-        reached = deepen(network, cache, Task(work=work, start=start, **options))
-        state = reached.state
-        nats.append(F.cross_entropy(reached.logits, rows[:, position + 1].long(), reduction="none"))
-        loops.append(torch.tensor(reached.loops))
+        spans = [Span(row, position) for row in range(count)]
+        batch = Batch(spans, rows[:, position].tolist(), network.device)
+        output = forward(network, cache, batch, max_loops, exits)
+        nats.append(F.cross_entropy(output.logits, rows[:, position + 1].long(), reduction="none"))
+        loops.append(torch.tensor(output.loops))
         if on_step is not None:
             on_step()
     seconds = time.perf_counter() - begin

@@ -1,11 +1,11 @@
-"""What every shortcut of decoding costs in loss and saves in loops, bytes and time.
+"""Loss, time and memory of early exit, cache policies, int8 weights and speculative drafts.
 
     parcae train recipes/python.toml --out runs/python
     python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
 
 Held-out rows are decoded token by token with the true text forced (forced_decoding.py), so
-losses are exact and comparable; times are of one sequence at a time, the candidates taking turns.
-Speculation writes text of its own, after beginnings of held-out rows.
+losses are exact and comparable; times are for one sequence at a time, the candidates taking turns.
+Speculation generates its own text after the first tokens of held-out rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ RULES = {
     "budget": (2, 3, 4, 5, 6),
     "state": (0.4, 0.2, 0.1, 0.05, 0.03),
     "kl": (0.1, 0.03, 0.01, 0.003, 0.001),
-    "entropy": (0.1, 0.03, 0.01, 0.003),
 }
 POLICIES = (
     "full",
@@ -77,7 +76,7 @@ class Bench:
         return {"loss": measured.loss, "more_loss": more, "loops": measured.mean_loops}
 
     def times(self, plans: dict[str, DepthPlan]) -> dict[str, float]:
-        """Seconds of a token in each way, one sequence at a time, as a share of full depth."""
+        """Seconds per token with each plan over those at full depth, one sequence at a time."""
         every = {"": DepthPlan(loops=self.loops), **plans}
         taken: dict[str, list[float]] = {name: [] for name in every}
         for number in range(self.rounds):
@@ -91,21 +90,14 @@ class Bench:
         return ratios | {"milliseconds": 1e3 * min(taken[""]) / 96}
 
     def depth(self) -> list[dict[str, Any]]:
-        """Loss against loops: plain, and with what should need fewer of them."""
-        ways = {
-            "from zero": {},
-            "from the previous state": {"start": "previous"},
-            "aitken": {"extrapolation": "aitken"},
-            "anderson": {"extrapolation": "anderson"},
-        }
+        """Loss against loops."""
         return [
-            {"way": name, "loops": loops, "loss": self.forced(DepthPlan(loops=loops, **way)).loss}
-            for name, way in ways.items()
+            {"loops": loops, "loss": self.forced(DepthPlan(loops=loops)).loss}
             for loops in range(1, self.loops + 1)
         ]
 
     def exits(self) -> list[dict[str, Any]]:
-        rules = [ExitRule(kind, x) for kind, numbers in RULES.items() for x in numbers]  # type: ignore
+        rules = [ExitRule(name, x) for name, numbers in RULES.items() for x in numbers]
         plans = {str(rule): DepthPlan(loops=self.loops, exit=rule) for rule in rules}
         times = self.times(plans)
         return [
@@ -117,12 +109,12 @@ class Bench:
         from parcae.infer.cache import Policy
 
         plan = DepthPlan(loops=self.loops)
-        found = []
+        rows = []
         for name in POLICIES:
             size = self.network.layout.bytes_per_token(Policy.parse(name), self.loops)
             measured = self.against_full(self.forced(plan, name))
-            found.append({"policy": name, "bytes_per_token": size, **measured})
-        return found
+            rows.append({"policy": name, "bytes_per_token": size, **measured})
+        return rows
 
     def weights(self) -> list[dict[str, Any]]:
         plan = DepthPlan(loops=self.loops)
@@ -133,7 +125,7 @@ class Bench:
         ]
 
     def drafts(self, temperature: float) -> list[dict[str, Any]]:
-        """Time of plain decoding over that of speculation, in turns; the texts must be the same."""
+        """Time of plain decoding over that of speculation, in turns; the texts must be equal."""
         import time
 
         engine = Engine(self.model, reuse_prefixes=False, rows=1)
@@ -156,11 +148,11 @@ class Bench:
                     **way,
                 )
                 start = time.perf_counter()
-                made = engine.complete([request])[0]
+                completion = engine.complete([request])[0]
                 taken[name].append(time.perf_counter() - start)
-                drafted[name] += made.drafted
-                accepted[name] += made.accepted
-                texts[name] = made.tokens
+                drafted[name] += completion.drafted
+                accepted[name] += completion.accepted
+                texts[name] = completion.tokens
             flips += sum(text != texts[""] for text in texts.values())
         return [
             {
@@ -183,22 +175,20 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         for kind in RULES:
             points = [x for x in result["exits"] if x["rule"].startswith(kind)]
             points.sort(key=lambda x: x["loops"])
-            label = "every token alike" if kind == "budget" else kind
+            label = "fixed number" if kind == "budget" else kind
             style = "k--" if kind == "budget" else "o-"
             xs, ys = ([100 * p["more_loss"] for p in points], [p["loops"] for p in points])
             axes[0].plot(ys, xs, style, label=label, linewidth=1.4)
         axes[0].axhline(0.5, color="#999999", linewidth=0.8)
         axes[0].set(
             title="Stopping early",
-            xlabel="loops a token, on average",
-            ylabel="more loss than full depth, %",
+            xlabel="mean loops per token",
+            ylabel="increase of loss over full depth, %",
         )
         axes[0].legend()
-        for way in dict.fromkeys(x["way"] for x in result["depth"]):
-            points = [x for x in result["depth"] if x["way"] == way]
-            axes[1].plot([p["loops"] for p in points], [p["loss"] for p in points], "o-", label=way)
-        axes[1].set(title="Fewer loops for the same answer?", xlabel="loops", ylabel="loss, nats")
-        axes[1].legend()
+        points = result["depth"]
+        axes[1].plot([p["loops"] for p in points], [p["loss"] for p in points], "o-")
+        axes[1].set(title="Fixed depth", xlabel="loops", ylabel="loss, nats")
         for point in result["policies"]:
             x, y = point["bytes_per_token"] / 1024, 100 * point["more_loss"]
             kind = point["policy"].split(":")[0]
@@ -206,7 +196,7 @@ def picture(result: dict[str, Any], path: Path) -> Path:
             axes[2].plot(x, y, "o", color=color)
             axes[2].annotate(point["policy"], (x, y), xytext=(4, 4), textcoords="offset points")
         axes[2].set(
-            title="Loops that share a slot", xlabel="KiB of cache a token", ylabel="more loss, %"
+            title="Cache policies", xlabel="cache per token, KiB", ylabel="increase of loss, %"
         )
         return draw.save(canvas, path)
 

@@ -4,7 +4,7 @@
 
 All do forward, backward and a fused AdamW step on the same weights, tokens and depths, each in a
 process of its own, taking turns. The plain
-version (benchmarks/plain.py, eager) loops every row to the batch's maximum, computes B e and the
+version (parcae.infer.reference, eager) loops every row to the batch's maximum, computes B e and the
 value embeddings in every loop, and sees all logits at once. Ours runs as a user would run it,
 compiled; eager is printed too, with what each of its parts contributes. The peak memory is taken
 in processes of their own, at a vocabulary of 32,768.
@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import parcae
-import plain
 from measure import GemmRate
 from parcae.cpu import keep_freed_memory
+from parcae.infer import reference
 from parcae.model import flops
 from parcae.model.depth import Depths, sample
 from parcae.model.looped import LoopedModel
@@ -72,7 +72,7 @@ class Step:
         self.ours(Depths((no_grad + grad,) * ROWS, (grad,) * ROWS))
 
     def plain(self, depths: Depths) -> None:
-        self.run(plain.forward(self.model, self.tokens, self.targets, depths, self.state))
+        self.run(reference.forward(self.model, self.tokens, self.targets, depths, self.state))
 
 
 def draws(config: parcae.ModelConfig) -> list[Depths]:

@@ -14,8 +14,7 @@ from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
-from parcae.infer.extrapolate import extrapolate
-from parcae.infer.request import Completion
+from parcae.infer.sequence import Completion
 from parcae.model.blocks import Block, Rope
 from parcae.model.frame import LanguageModel
 from parcae.model.looped import LoopedModel
@@ -81,15 +80,11 @@ class Oracle:
         loops: int,
         policy: str = "full",
         exit: str | None = None,
-        start: str = "zero",
-        extrapolation: str = "none",
     ) -> None:
         assert isinstance(model, LoopedModel)
-        self.model, self.loops, self.policy = model, loops, policy
-        self.exit, self.start, self.extrapolation = exit, start, extrapolation
+        self.model, self.loops, self.policy, self.exit = model, loops, policy, exit
         self.kept: dict[tuple, dict[int, tuple[Tensor, Tensor]]] = defaultdict(dict)
         self.length = 0
-        self.state: Tensor | None = None
         self.ran = 0
         """Loops of the last token."""
 
@@ -97,29 +92,23 @@ class Oracle:
     def prompt(self, tokens: Sequence[int]) -> Tensor:
         """Logits [n, V]; the tokens see each other loop by loop."""
         states, inputs = self._begin(tokens)
-        histories = [[h] for h in states]
         for loop in range(1, self.loops + 1):
             states = self._loop(states, inputs, loop)
-            for history, h in zip(histories, states, strict=True):
-                history.append(h)
-        x = self._read([self._guess(history) for history in histories], inputs)
+        x = self._read(states, inputs)
         self.length += len(tokens)
-        self.state, self.ran = states[-1], self.loops
+        self.ran = self.loops
         return torch.stack(x)
 
     @torch.no_grad()
     def decode(self, token: int) -> Tensor:
         """Logits [V] after one more token, which may exit."""
         (h,), inputs = self._begin([token])
-        if self.start == "previous":
-            assert self.state is not None
-            h = self.state
         history, predictions, loop = [h], [], 0
         while True:
             loop += 1
             (h,) = self._loop([history[-1]], inputs, loop)
             history.append(h)
-            (logits,) = self._read([self._guess(history)], inputs)
+            (logits,) = self._read([h], inputs)
             predictions.append(logits.double().log_softmax(-1))
             if loop == self.loops or self._exits(history, predictions):
                 break
@@ -129,7 +118,7 @@ class Oracle:
                 here = self.kept["core", layer, slot(self.policy, loop)][self.length]
                 self.kept["core", layer, slot(self.policy, later)][self.length] = here
         self.length += 1
-        self.state, self.ran = h, loop
+        self.ran = loop
         return logits
 
     def _exits(self, history: list[Tensor], predictions: list[Tensor]) -> bool:
@@ -144,14 +133,8 @@ class Oracle:
         if len(predictions) < 2:
             return False
         p, q = predictions[-1], predictions[-2]
-        if kind == "kl":
-            return float((p.exp() * (p - q)).sum()) < float(number)
-        entropies = [-(p.exp() * p).sum(), -(q.exp() * q).sum()]
-        return abs(float(entropies[0] - entropies[1])) < float(number)
-
-    def _guess(self, history: list[Tensor]) -> Tensor:
-        states = [h[None] for h in history[-4:]]
-        return extrapolate(self.extrapolation, states)[0]  # type: ignore[arg-type]
+        assert kind == "kl"
+        return float((p.exp() * (p - q)).sum()) < float(number)
 
     def _begin(self, tokens: Sequence[int]) -> tuple[list[Tensor], list[tuple]]:
         model, config = self.model, self.model.config

@@ -22,8 +22,8 @@ _PUBLIC = {
     "evaluation.loop_trace": ("trace_loops",),
     "evaluation.run": ("evaluate",),
     "files": ("FileError",),
-    "infer.engine": ("Engine",),
-    "infer.generate": ("generate",),
+    "infer.engine": ("Engine", "generate"),
+    "infer.exit": ("register_exit_rule",),
     "laws.analysis": ("fit",),
     "laws.predict": ("predict",),
     "model": ("create",),
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.files import FileError as FileError
     from parcae.infer.engine import Engine as Engine
-    from parcae.infer.generate import generate as generate
+    from parcae.infer.engine import generate as generate
+    from parcae.infer.exit import register_exit_rule as register_exit_rule
     from parcae.laws.analysis import fit as fit
     from parcae.laws.predict import predict as predict
     from parcae.model import create as create

@@ -142,7 +142,7 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
         lambda: list(engine.stream([1], new_tokens=30, loops=4)),
         lambda: engine.submit(engine.request([1], new_tokens=30, loops=4)),
     ):
-        with pytest.raises(ConfigError, match=r"cache: 1 x .* GiB .*fewer rows or tokens"):
+        with pytest.raises(ConfigError, match=r"cache: 1 rows x .* KiB .*fewer rows or tokens"):
             refused()
         assert engine.cache.bytes == 0
     assert engine.step() == 0

@@ -11,9 +11,8 @@ import torch
 from conftest import KINDS, randomised
 from oracles import VOCABULARY, flips, model_of, text_model, tokenizer
 from parcae.config import ConfigError
-from parcae.infer.engine import Engine
-from parcae.infer.generate import generate
-from parcae.infer.plain import generate as plainly
+from parcae.infer.engine import Engine, generate
+from parcae.infer.reference import generate as plainly
 from parcae.infer.sampling import BrokenLogits
 
 SAMPLED = {"temperature": 1.0, "top_k": 40, "loops": 3, "new_tokens": 10}
@@ -48,7 +47,7 @@ def test_greedy_text_is_the_same_in_company_with_reuse_and_with_drafts():
         parted = [flips(model, prompt, a.tokens, b.tokens, 3) for prompt, a, b in pairs]
         assert sum(parted) <= 2
     for prompt, made in zip(given[:20], expected, strict=False):
-        oracle = plainly(model, prompt, new_tokens=5, depths=3, temperature=0)
+        oracle = plainly(model, prompt, new_tokens=5, loops=3, temperature=0)
         assert flips(model, prompt, made.tokens, oracle, 3) == 0
 
 
@@ -69,7 +68,7 @@ def test_a_seed_is_a_text(seed):
         assert engine.generate(prompt, seed=seed, draft_loops=1, **SAMPLED).tokens == tokens
         rest = engine.generate([*prompt, *tokens[:4]], seed=seed, **{**SAMPLED, "new_tokens": 6})
         assert rest.tokens == tokens[4:]
-    options = {"new_tokens": 10, "depths": 3, "top_k": 40, "seed": seed}
+    options = {"new_tokens": 10, "loops": 3, "top_k": 40, "seed": seed}
     assert tuple(plainly(model, given[0], **options)) == expected[0]
     assert tuple(generate(model, given[0], **options)) == expected[0]
     assert engine.generate(given[0], seed=seed + 9, **SAMPLED).tokens != expected[0]
@@ -81,8 +80,8 @@ def test_requests_of_all_sorts_share_a_batch():
         {"loops": 1, "new_tokens": 3},
         {"loops": 6, "new_tokens": 12, "temperature": 1.3, "seed": 4},
         {"loops": 4, "exit": "state:0.3", "temperature": 0.7, "top_p": 0.8},
-        {"loops": 2, "start": "previous", "repetition_penalty": 1.5},
-        {"loops": 3, "extrapolation": "aitken", "min_p": 0.1, "temperature": 1.0},
+        {"loops": 2, "exit": "kl:0.1", "repetition_penalty": 1.5},
+        {"loops": 3, "min_p": 0.1, "temperature": 1.0},
         {"loops": 5, "draft_loops": 2, "logprobs": 3},
     ] * 3
     sorts = [{"new_tokens": 5 + i % 4, **sort} for i, sort in enumerate(sorts)]
@@ -135,7 +134,7 @@ def test_cancelling_what_waits_and_what_runs():
     engine.cancel(running, waiting)
     while not last.finish:
         engine.step()
-    assert (running.finish, running.made, waiting.made) == (None, 1, 0)
+    assert (running.finish, running.generated, waiting.generated) == (None, 1, 0)
     assert last.completion().tokens == Engine(model_of("parcae")).generate([3], **SAMPLED).tokens
     engine.cancel(last)
     assert is_idle(engine)
@@ -225,8 +224,6 @@ WRONG = [
     *[({"repetition_penalty": p}, "repetition_penalty: ") for p in (0, -1, math.nan)],
     *[({"logprobs": n}, "logprobs: ") for n in (-1, 97, True, 1.5)],
     ({"seed": 1.5}, "seed: "),
-    ({"start": "nowhere"}, "start: "),
-    ({"extrapolation": "magic"}, "extrapolation: "),
 ]
 
 

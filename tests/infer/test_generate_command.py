@@ -13,16 +13,13 @@ import torch
 from conftest import randomised, tiny
 from parcae import console
 from parcae.cli import main
-from parcae.commands import generation_output as telling
-from parcae.commands import repl as conversation
+from parcae.commands import generation_output, repl
 from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.meter import Meter
 from parcae.infer.network import Network
-from parcae.infer.plain import generate
-from parcae.infer.request import Piece
-from parcae.infer.text import TextStream
+from parcae.infer.reference import generate
+from parcae.infer.sequence import Meter, Piece, TextStream
 from parcae.model.store import save
 
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
@@ -51,7 +48,7 @@ def spell(ids):
 
 
 def expected(model, prompt=IDS, **options):
-    options = {"new_tokens": 12, "temperature": 0.8, "stop": [TOKENIZER.bos], **options}
+    options = {"new_tokens": 12, "temperature": 0.8, "stop_tokens": [TOKENIZER.bos], **options}
     return generate(model, prompt, **options)
 
 
@@ -64,7 +61,7 @@ def as_json(capsys, *words):
     ("flags", "options"),
     [
         ([], {}),
-        (["--temperature", "0", "--loops", "7"], {"temperature": 0, "depths": 7}),
+        (["--temperature", "0", "--loops", "7"], {"temperature": 0, "loops": 7}),
         (["--seed", "5", "--top-k", "9"], {"seed": 5, "top_k": 9}),
         (["--top-p", "0.7", "--min-p", "0.01"], {"top_p": 0.7, "min_p": 0.01}),
         (["--repetition-penalty", "1.4", "--draft", "2"], {"repetition_penalty": 1.4}),
@@ -109,7 +106,7 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
     assert 0 < drafted["accepted"] <= drafted["drafted"]
     shared = as_json(capsys, *words, "--cache", "shared")
     assert shared["cache_bytes_per_token"] == (2 + 2) * 2 * 48 * 4
-    small = as_json(capsys, *words, "--weights", "int8", "--start", "previous")
+    small = as_json(capsys, *words, "--weights", "int8")
     assert small["weight_bytes"] < shared["weight_bytes"]
     assert main(["generate", *map(str, words), "--exit", "budget:2"]) == 0
     said = capsys.readouterr().err
@@ -154,7 +151,9 @@ def test_rates_are_written_out():
     meter = Meter(clock=lambda: next(times))
     pieces = [Piece(token=1, text="", loops=1, completion=None) for _ in range(80)]
     assert len(list(meter.watch(pieces))) == 80
-    assert telling._speed(meter).startswith("80 tokens, 1,000 tokens/s, the first after 100 ms")
+    assert generation_output._speed(meter).startswith(
+        "80 tokens, 1,000 tokens/s, the first after 100 ms"
+    )
 
 
 def test_prompts_from_files_and_pipes(capsys, monkeypatch, folder, tmp_path):
@@ -180,16 +179,15 @@ def one_line_error(capsys, *words):
     ("words", "message"),
     [
         (["--loops", "0"], "loops: 0 is out of range"),
-        (["--exit", "kl"], "'kl' is not a rule"),
-        (["--exit", "warmth:1"], "Use one of kl"),
+        (["--exit", "kl"], "'kl' is not NAME:THRESHOLD"),
+        (["--exit", "warmth:1"], "'warmth' is not a known exit rule. Known: state, kl, budget."),
         (["--cache", "some"], "not a policy"),
         (["--draft", "4"], "4 loops cannot draft for 4"),
-        (["--draft", "2", "--exit", "kl:1"], "speculation goes with plain loops only"),
+        (["--draft", "2", "--exit", "kl:1"], "speculation needs a fixed depth"),
         (["--draft", "2", "--cache", "shared"], "draft_loops: a cache that shares slots"),
-        (["--start", "end"], "start: 'end' is not an option"),
         (["--tokenizer", "/nowhere.json"], "no such tokenizer"),
         (["--lops", "3"], "--lops: no such option"),
-        (["another"], "another: one prompt too many"),
+        (["another"], "another: a second prompt"),
     ],
 )
 def test_mistakes(capsys, folder, words, message):
@@ -250,10 +248,10 @@ def test_a_conversation(capsys, monkeypatch, folder, model):
     captured = capsys.readouterr()
     made = expected(model, new_tokens=6)
     more = expected(model, [*IDS, *made], new_tokens=6)
-    shallow = expected(model, new_tokens=6, depths=2)
+    shallow = expected(model, new_tokens=6, loops=2)
     texts = [PROMPT + spell(made), spell(more), PROMPT + spell(shallow), ""]
     assert captured.out == "\n".join(texts)
-    assert f"{len(IDS) + 5} of the prompt known from before" in captured.err
+    assert f"{len(IDS) + 5} prompt tokens from the cache" in captured.err
     assert "2 loops for every token" in captured.err
 
 
@@ -270,7 +268,7 @@ def test_settings_that_cannot_be_are_refused_and_left(capsys, monkeypatch, folde
     assert captured.out == PROMPT + spell(made) + "\n"
     for words in (
         "0 is out of range",
-        "is not a rule",
+        "is not NAME:THRESHOLD",
         "'many' is not a number",
         "no such setting",
     ):
@@ -288,13 +286,13 @@ def test_settings_are_taken_back(capsys, monkeypatch, folder, model):
 
 def test_an_interrupt_stops_the_text_only(capsys, monkeypatch, folder, model):
     def write(text, *around):
-        telling.write_text(text, *around)
+        generation_output.write_text(text, *around)
         written.append(text)
         if len(written) == 3:
             signal.raise_signal(signal.SIGINT)
 
     written = []
-    monkeypatch.setattr(conversation, "write_text", write)
+    monkeypatch.setattr(repl, "write_text", write)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         typed(monkeypatch, folder, PROMPT, "/more")
@@ -308,9 +306,9 @@ def test_an_interrupt_stops_the_text_only(capsys, monkeypatch, folder, model):
 
 
 def test_a_terminal_is_not_given_control_characters(capsys, monkeypatch):
-    telling.write_text("a\x1b[31m\tb\n")
+    generation_output.write_text("a\x1b[31m\tb\n")
     monkeypatch.setattr(console, "out", console.WideConsole(force_terminal=True))
-    telling.write_text("a\x1b[31m\tb\x9b\n")
+    generation_output.write_text("a\x1b[31m\tb\x9b\n")
     assert capsys.readouterr().out == "a\x1b[31m\tb\na␛[31m\tb�\n"
 
 

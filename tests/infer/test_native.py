@@ -14,37 +14,36 @@ from hypothesis import strategies as st
 from conftest import KINDS, randomised
 from parcae.config import ConfigError, LoopConfig
 from parcae.infer import exit as exit_module
+from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitRule
-from parcae.infer.native import build
-from parcae.infer.native.kernels import MOST_TOKENS, Kernels
+from parcae.infer.forward import forward
+from parcae.infer.native.kernels import MAX_TOKENS, Kernels, NoKernels
 from parcae.infer.network import Network
 from parcae.infer.quantise import matrix
-from parcae.infer.work import Part, Work
 
 try:
     KERNELS = Kernels()
-except build.NoKernels as problem:
+except NoKernels as problem:
     pytest.skip(f"the C++ layers cannot be built here: {problem}", allow_module_level=True)
 
 
-def run(network, parts, limits, rules, policy, loops):
+def run(network, spans, max_loops, exits, policy, loops):
     """Two passes over one cache: what the first leaves, the second reads."""
     cache = network.cache(Policy.parse(policy))
     cache.reserve(4, 16, loops)
     generator = torch.Generator().manual_seed(1)
-    reached = []
+    outputs = []
     for first in (0, 3):
-        moved = [Part(p.row, p.first + first, p.count) for p in parts]
-        count = sum(part.count for part in parts)
+        moved = [Span(s.row, s.first + first, s.count) for s in spans]
+        count = sum(span.count for span in spans)
         ids = torch.randint(network.config.vocab_size, (count,), generator=generator).tolist()
         cache.outer[:, :, : 3 + first].nan_to_num_(0.0) if first else cache.outer.zero_()
         cache.core.nan_to_num_(0.0) if first else cache.core.zero_()
-        work = Work(moved, ids, network.device)
-        reached.append(deepen(network, cache, Task(work=work, limits=limits, rules=rules)))
-    return reached, cache
+        batch = Batch(moved, ids, network.device)
+        outputs.append(forward(network, cache, batch, max_loops, exits))
+    return outputs, cache
 
 
 @pytest.mark.slow
@@ -58,9 +57,9 @@ def run(network, parts, limits, rules, policy, loops):
 )
 def test_equals_pytorch(kind, counts, data, policy, weights):
     model = randomised(KINDS[kind])
-    parts = [Part(row, 0, count) for row, count in enumerate(counts)]
-    limits = data.draw(st.lists(st.integers(1, 5), min_size=len(parts), max_size=len(parts)))
-    check_against_pytorch(model, weights, parts, limits, [None] * len(parts), policy)
+    spans = [Span(row, 0, count) for row, count in enumerate(counts)]
+    max_loops = data.draw(st.lists(st.integers(1, 5), min_size=len(spans), max_size=len(spans)))
+    check_against_pytorch(model, weights, spans, max_loops, [None] * len(spans), policy)
 
 
 RULES = [
@@ -69,8 +68,6 @@ RULES = [
     "kl:0.2",
     "kl:0.02",
     "kl:0.002",
-    "entropy:0.1",
-    "entropy:0.01",
     "kl:0",
 ]
 
@@ -88,17 +85,17 @@ RULES = [
 )
 def test_exits_equal_pytorch(kind, rows, policy, weights, candidates):
     """Of every kind side by side; with few candidates, and all of a small vocabulary."""
-    parts = [Part(row, 0) for row in range(len(rows))]
+    spans = [Span(row, 0) for row in range(len(rows))]
     rules = [rule and ExitRule.parse(rule) for rule, _ in rows]
-    limits = [limit for _, limit in rows]
+    max_loops = [limit for _, limit in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exit_module, "CANDIDATES", candidates)
-        check_against_pytorch(randomised(KINDS[kind]), weights, parts, limits, rules, policy)
+        check_against_pytorch(randomised(KINDS[kind]), weights, spans, max_loops, rules, policy)
 
 
-def check_against_pytorch(model, weights, parts, limits, rules, policy):
+def check_against_pytorch(model, weights, spans, max_loops, rules, policy):
     results = [
-        run(Network(model, weights, kernels), parts, limits, rules, policy, 5)
+        run(Network(model, weights, kernels), spans, max_loops, rules, policy, 5)
         for kernels in (KERNELS, None)
     ]
     (native, native_cache), (plain, plain_cache) = results
@@ -116,15 +113,14 @@ def exits(network, rules, rows, limit=6, predict=None):
     cache = network.cache(Policy.parse("full"))
     cache.reserve(max(rows) + 1, 3, limit)
     ids = [token for row in rows for token in (3 + row, 40 - row)]
-    read = Work([Part(row, 0, 2) for row in rows], ids, network.device)
-    deepen(network, cache, Task(work=read, limits=[limit] * len(rows)))
-    work = Work([Part(row, 2) for row in rows], [11 + row for row in rows], network.device)
+    prompts = Batch([Span(row, 0, 2) for row in rows], ids, network.device)
+    forward(network, cache, prompts, [limit] * len(rows))
+    batch = Batch([Span(row, 2) for row in rows], [11 + row for row in rows], network.device)
     rules = [rules[row] and ExitRule.parse(rules[row]) for row in rows]
-    task = Task(work=work, limits=[limit] * len(rows), rules=rules, predict=predict)
-    return deepen(network, cache, task)
+    return forward(network, cache, batch, [limit] * len(rows), rules, predict)
 
 
-MIXED = ["kl:0.02", None, "entropy:0.01", "state:0.3", "kl:0.2", "budget:3", "kl:0.0005"]
+MIXED = ["kl:0.02", None, "kl:0.1", "state:0.3", "kl:0.2", "budget:3", "kl:0.0005"]
 
 
 @pytest.mark.slow
@@ -132,7 +128,7 @@ MIXED = ["kl:0.02", None, "entropy:0.01", "state:0.3", "kl:0.2", "budget:3", "kl
 @pytest.mark.parametrize("candidates", [19, 256])
 @pytest.mark.parametrize("kind", ["parcae-zoh", "rdm"])
 def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch):
-    monkeypatch.setattr("parcae.infer.native.kernels.WORTH_SHARING", 0)
+    monkeypatch.setattr("parcae.infer.native.kernels.MIN_PARALLEL_PRODUCTS", 0)
     monkeypatch.setattr(exit_module, "CANDIDATES", candidates)
     network = Network(randomised(KINDS[kind]), "float32", KERNELS)
     alone = [exits(network, MIXED, [row]) for row in range(len(MIXED))]
@@ -149,7 +145,7 @@ def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch)
 def test_every_rule_is_one_call(monkeypatch):
     network = Network(randomised(KINDS["parcae"]), "float32", KERNELS)
     for stage in ("begin", "loop", "read", "logits"):
-        monkeypatch.setattr(network.native, stage, None)
+        monkeypatch.setattr(network, stage, None)
     assert len(exits(network, MIXED, range(len(MIXED))).logits) == len(MIXED)
 
 
@@ -161,7 +157,7 @@ def test_predictions_of_no_use(weight, loops, candidates, monkeypatch):
     model = randomised(KINDS["parcae"])
     with torch.no_grad():
         model.coda.norm.weight.fill_(weight)
-    rules = ["kl:0.01", "entropy:0.01"]
+    rules = ["kl:0.01", "kl:0.1"]
     for kernels in (KERNELS, None):
         assert exits(Network(model, "float32", kernels), rules, [0, 1]).loops == [loops] * 2
 
@@ -176,7 +172,7 @@ def test_products_of_any_shape(threads, shape, weights):
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(shape, generator=generator)
         stored = matrix(weight, weights)
-        for tokens in (1, 2, 3, 6, 7, 16, MOST_TOKENS):
+        for tokens in (1, 2, 3, 6, 7, 16, MAX_TOKENS):
             x = torch.randn(tokens, shape[1], generator=generator)
             found = KERNELS.multiply(stored, x)
             torch.testing.assert_close(found, stored(x), atol=1e-4, rtol=1e-4)
@@ -184,24 +180,6 @@ def test_products_of_any_shape(threads, shape, weights):
             assert torch.equal(found, alone), "company must not show"
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_pass_does_not_change_what_it_is_given():
-    model = randomised(KINDS["parcae"])
-    network = Network(model, "float32", KERNELS)
-    cache = network.cache(Policy.parse("full"))
-    cache.reserve(1, 4, 3)
-    work = Work([Part(0, 0, 2)], [3, 5], network.device)
-    native = network.native
-    assert native is not None
-    drive = native.begin(work, cache)
-    h = torch.randn_like(drive)
-    kept = h.clone(), drive.clone()
-    native.loop(h, drive, work, cache, range(1, 4))
-    native.read(h, work, cache)
-    deepen(network, cache, Task(work=work, limits=[3], start=h))
-    assert torch.equal(h, kept[0])
-    assert torch.equal(drive, kept[1])
 
 
 def test_a_transformer_too():
@@ -227,7 +205,7 @@ def test_who_wants_none_gets_none(monkeypatch):
     assert Engine(model, layers="torch").network.native is None
     assert Engine(model, layers="auto").network.native is not None
     assert Engine(model, weights="bfloat16").network.native is None
-    with pytest.raises(ConfigError, match="float32 and int8"):
+    with pytest.raises(ConfigError, match="float32 or int8"):
         Engine(model, layers="native", weights="bfloat16")
     with pytest.raises(ConfigError, match="not an option"):
         Engine(model, layers="fast")  # pyright: ignore[reportArgumentType]
@@ -268,7 +246,7 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
 @pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-grouped-heads"])
 def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
     """Whatever shares a pass, whoever computes it, and in however many passes a text is read."""
-    monkeypatch.setattr("parcae.infer.native.kernels.WORTH_SHARING", 0)
+    monkeypatch.setattr("parcae.infer.native.kernels.MIN_PARALLEL_PRODUCTS", 0)
     network = Network(randomised(KINDS[kind]), weights, KERNELS)
     texts = [[(7 * i + 3 * row) % 96 for i in range(5)] for row in range(6)]
 
@@ -277,12 +255,11 @@ def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
         cache.reserve(len(texts), 5, 3)
         for first, end in pairwise(cuts):
             ids = [token for row in rows for token in texts[row][first:end]]
-            parts = [Part(row, first, end - first) for row in rows]
-            limits = [3 - row % 2 for row in rows]
-            work = Work(parts, ids, network.device)
-            task = Task(work=work, limits=limits, predict=work.last_tokens)
-            reached = deepen(network, cache, task)
-        return reached.logits
+            spans = [Span(row, first, end - first) for row in rows]
+            max_loops = [3 - row % 2 for row in rows]
+            batch = Batch(spans, ids, network.device)
+            output = forward(network, cache, batch, max_loops, predict=batch.last_indices)
+        return output.logits
 
     before = torch.get_num_threads()
     alone = torch.cat([read([row], [0, 1, 2, 3, 4, 5]) for row in range(len(texts))])

@@ -6,18 +6,21 @@ from random import Random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from conftest import randomised, tiny
 from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_of, true_logits
 from parcae.config import ConfigError
+from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import Task, deepen
 from parcae.infer.engine import Engine, kernels
+from parcae.infer.forward import forward
 from parcae.infer.network import Network
-from parcae.infer.work import Part, Work
+from parcae.model.injection import AdditionInjection, Injection
+from parcae.registry import INJECTIONS
 
 LONGEST = 12
 
@@ -35,13 +38,12 @@ def in_chunks(
         counts = [random.choice([1, random.randint(1, len(texts[i]) - done[i])]) for i in going]
         ends = [done[i] + count for i, count in zip(going, counts, strict=True)]
         cache.reserve(max(going) + 1, max(ends), max(loops[i] for i in going))
-        parts = [Part(i, done[i], count) for i, count in zip(going, counts, strict=True)]
-        ids = [token for part in parts for token in texts[part.row][part.first : part.end]]
-        limits = [loops[i] for i in going]
-        task = Task(work=Work(parts, ids, network.device), limits=limits)
-        reached = deepen(network, cache, task)
-        assert reached.loops == limits
-        logits = reached.logits.split(counts)
+        spans = [Span(i, done[i], count) for i, count in zip(going, counts, strict=True)]
+        ids = [token for span in spans for token in texts[span.row][span.first : span.end]]
+        max_loops = [loops[i] for i in going]
+        output = forward(network, cache, Batch(spans, ids, network.device), max_loops)
+        assert output.loops == max_loops
+        logits = output.logits.split(counts)
         for i, count, some in zip(going, counts, logits, strict=True):
             found[i].append(some)
             done[i] += count
@@ -115,14 +117,6 @@ def test_sharing_is_not_exact():
     assert (oracle.decode(text[-1]) - true_logits(model, text, 4)[-1]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("policy", ["full", "last:2"])
-def test_a_state_may_start_where_the_last_one_ended(policy):
-    model = model_of("parcae")
-    engine = Engine(model, cache=policy)
-    oracle = Oracle(model, loops=3, policy=policy, start="previous")
-    check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, start="previous")
-
-
 def test_a_model_in_bfloat16_is_read_in_float32():
     model = randomised(tiny()).bfloat16()
     made = Engine(model).generate([1, 2, 3], new_tokens=3, loops=2, logprobs=1)
@@ -135,3 +129,56 @@ def test_a_model_in_bfloat16_is_read_in_float32():
 def test_unknown_weights():
     with pytest.raises(ConfigError, match="weights: 'int4' is not an option"):
         Engine(model_of("parcae"), weights="int4")  # type: ignore[arg-type]
+
+
+class GatedInjection(Injection):
+    """Not linear in h, and with a drive wider than the state."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.W = nn.Parameter(torch.empty(2 * self.state_width, self.width))
+        self.decay = nn.Parameter(torch.empty(self.state_width))
+
+    def prepare(self, e):
+        return self.decay.sigmoid(), F.linear(e, self.W)
+
+    def mix(self, h, transition, drive):
+        drive, gate = drive.chunk(2, dim=-1)
+        return transition * h + gate.sigmoid() * drive.tanh()
+
+
+class ShiftedAddition(AdditionInjection):
+    """A subclass of a built-in injection is not the built-in one."""
+
+    def mix(self, h, transition, drive):
+        return h + 2 * drive
+
+
+@pytest.fixture
+def other_injections():
+    before = dict(INJECTIONS._registered)
+    INJECTIONS.register("gated-test", GatedInjection)
+    INJECTIONS.register("shifted-test", ShiftedAddition)
+    yield
+    INJECTIONS._registered.clear()
+    INJECTIONS._registered.update(before)
+
+
+@pytest.mark.parametrize("injection", ["gated-test", "shifted-test"])
+def test_other_injections_are_decoded_through_pytorch(other_injections, injection):
+    model = randomised(tiny(injection=injection)).eval().requires_grad_(False)
+    engine = Engine(model)
+    assert engine.network.native is None
+    for options in ({}, {"exit": "kl:0.02"}, {"exit": "state:0.3"}):
+        oracle = Oracle(model, 4, **options)
+        check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, **options)
+    plain = engine.generate([9, 4], new_tokens=8, loops=4)
+    assert engine.generate([9, 4], new_tokens=8, loops=4, draft_loops=1).tokens == plain.tokens
+    size = sum(parameter.nbytes for parameter in model.loop.core.injection.parameters())
+    matrices = sum(one.stored.nbytes for one in engine.network.matrices)
+    tables = sum(table.nbytes for table in engine.network.value_tables.values())
+    assert engine.network.weight_bytes == matrices + tables + size  # the head is the embedding
+    small = Engine(randomised(tiny(injection=injection)).bfloat16(), weights="int8", layers="torch")
+    assert len(small.generate([9], loops=3, new_tokens=5).tokens) == 5
+    with pytest.raises(ConfigError, match=f"C\\+\\+ does not have the injection '{injection}'"):
+        Engine(model, layers="native")

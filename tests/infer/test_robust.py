@@ -11,7 +11,7 @@ from conftest import KINDS, randomised, tiny
 from oracles import model_of
 from parcae.config import ConfigError
 from parcae.infer.engine import Engine
-from parcae.infer.plain import generate as plain
+from parcae.infer.reference import generate as plain
 from parcae.infer.sampling import BrokenLogits
 
 PROMPTS = [[5, 17, 80], [1, 2, 3, 4], [9], [5, 17, 80, 7]]
@@ -19,7 +19,7 @@ PROMPTS = [[5, 17, 80], [1, 2, 3, 4], [9], [5, 17, 80, 7]]
 
 def texts(model, **options):
     return [
-        tuple(plain(model, p, new_tokens=6, depths=3, temperature=0, **options)) for p in PROMPTS
+        tuple(plain(model, p, new_tokens=6, loops=3, temperature=0, **options)) for p in PROMPTS
     ]
 
 
@@ -31,7 +31,7 @@ def test_autocast_around_an_engine_changes_nothing(layers):
         made = Engine(model, layers=layers).generate_all(PROMPTS, new_tokens=6, loops=3)
         long = Engine(model, layers=layers).generate([3] * 31, new_tokens=1, loops=3)
     assert [m.tokens for m in made] == texts(model)
-    assert list(long.tokens) == plain(model, [3] * 31, new_tokens=1, depths=3, temperature=0)
+    assert list(long.tokens) == plain(model, [3] * 31, new_tokens=1, loops=3, temperature=0)
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_one_that_breaks_does_not_break_the_others(draft):
     options = {"new_tokens": 6, "loops": 3, "draft_loops": draft}
     broken = engine.submit(engine.request([7], **options))
     made = engine.generate([1, 2], **options)
-    assert list(made.tokens) == plain(model, [1, 2], new_tokens=6, depths=3, temperature=0)
+    assert list(made.tokens) == plain(model, [1, 2], new_tokens=6, loops=3, temperature=0)
     assert broken.finish == "error"
     with pytest.raises(BrokenLogits):
         broken.completion()

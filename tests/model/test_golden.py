@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parcae
-import plain
 from parcae.files import FileError
+from parcae.infer import reference
 from parcae.model.release import our_name
 
 LOOPED = ("parcae-tiny", "rdm-prenorm-tiny")
@@ -175,7 +175,7 @@ def test_every_placement_of_the_loop(shared_data, tmp_path, layers, mean, backpr
     depths = parcae.Depths((2, 3), (1, 1))
     with torch.no_grad():
         ours = model(tokens, depths=depths).logits
-        oracle = plain.forward(model, tokens, None, depths, torch.zeros(2, 6, 48))
+        oracle = reference.forward(model, tokens, None, depths, torch.zeros(2, 6, 48))
     assert torch.allclose(ours, oracle, atol=1e-4)
 
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import plain
 from conftest import KINDS, randomised
+from parcae.infer import reference
 from parcae.model.depth import Depths
 
 LENGTH = 7
@@ -57,11 +57,11 @@ def test_equals_plain_version_masked_to_the_maximum(kind):
     tokens, targets, state = batch(config, rows=5)
     depths = Depths.truncated([3, 1, 6, 2, 6], backprop_loops=2)
     loss = model(tokens, targets, depths=depths, state=state).loss
-    oracle = plain.forward(model, tokens, targets, depths, state)
+    oracle = reference.forward(model, tokens, targets, depths, state)
     assert abs(loss - oracle) < 2e-6
     assert_same_gradients(gradients(model, loss), gradients(model, oracle))
     logits = model(tokens, depths=depths, state=state).logits
-    assert torch.allclose(logits, plain.forward(model, tokens, None, depths, state), atol=1e-5)
+    assert torch.allclose(logits, reference.forward(model, tokens, None, depths, state), atol=1e-5)
 
 
 @settings(max_examples=25, deadline=None)

@@ -64,10 +64,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.commands.text_argument import read_words
+    from parcae.commands.text_argument import read_text
 
     _check(arguments)
-    text = read_words(arguments.text)
+    text = read_text(arguments.text)
 
     from parcae import console  # errors in the arguments need not wait for these imports
     from parcae.config import ConfigError, require

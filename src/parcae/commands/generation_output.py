@@ -1,4 +1,4 @@
-"""What a person sees of a text while it is made, and what it cost afterwards."""
+"""Output of `parcae generate`: the text, and a summary of speed, depth and memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from parcae import console
 from parcae.infer.engine import Engine
-from parcae.infer.meter import Meter
 from parcae.infer.request import Request
+from parcae.infer.sequence import Meter
 
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 VISIBLE |= {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
-"""A model of bytes may write any of them; a terminal would obey control characters."""
+"""A byte-level model may write control characters, which a terminal would interpret."""
 
 
 def write_prompt(prompt: str) -> None:
@@ -21,7 +21,7 @@ def write_prompt(prompt: str) -> None:
 
 
 def write_text(text: str, before: str = "", after: str = "") -> None:
-    """At once and as it is: neither wrapped, nor are tabs or spaces touched."""
+    """Write to standard output at once, without wrapping or changing spaces."""
     if console.out.is_terminal:
         text = text.translate(VISIBLE)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -29,30 +29,30 @@ def write_text(text: str, before: str = "", after: str = "") -> None:
     sys.stdout.flush()
 
 
-def tell(engine: Engine, request: Request, meter: Meter) -> None:
-    """A few lines on standard error."""
+def print_summary(engine: Engine, request: Request, meter: Meter) -> None:
+    """Print speed, depth and memory in a few lines on standard error."""
     lines = [_speed(meter), _depth(request, meter), _drafts(meter), _memory(engine, request)]
     text = "\n".join(line for line in lines if line)
     console.err.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
     if meter.completion is not None and meter.completion.logprobs is not None:
-        _tell_logprobs(engine, meter)
+        _print_logprobs(engine, meter)
 
 
-def as_tree(engine: Engine, request: Request, meter: Meter) -> dict[str, Any]:
-    """The same for a program."""
-    made = meter.completion
-    assert made is not None, "the text has not ended"
+def as_dict(engine: Engine, request: Request, meter: Meter) -> dict[str, Any]:
+    """Text and summary for JSON output."""
+    completion = meter.completion
+    assert completion is not None, "the text has not ended"
     return {
-        "text": made.text,
-        "tokens": list(made.tokens),
-        "finish": made.finish,
-        "loops": list(made.loops),
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "finish": completion.finish,
+        "loops": list(completion.loops),
         "mean_loops": meter.mean_loops,
         "loops_limit": request.plan.loops,
-        "logprobs": None if made.logprobs is None else _logprob_tree(engine, meter),
+        "logprobs": None if completion.logprobs is None else _logprob_dicts(engine, meter),
         "prompt_tokens": len(request.prompt),
-        "drafted": made.drafted,
-        "accepted": made.accepted,
+        "drafted": completion.drafted,
+        "accepted": completion.accepted,
         "seconds_to_first_token": meter.first,
         "tokens_per_second": meter.rate,
         "cache_bytes_per_token": engine.cache.bytes_per_token(request.plan.loops),
@@ -61,8 +61,8 @@ def as_tree(engine: Engine, request: Request, meter: Meter) -> dict[str, Any]:
     }
 
 
-def spelled(engine: Engine, token: int) -> str:
-    """A token's text, with quotes and escapes."""
+def token_text(engine: Engine, token: int) -> str:
+    """A token's text, quoted and escaped."""
     assert engine.tokenizer is not None
     table = engine.tokenizer.token_bytes
     return repr(table[token].decode(errors="replace")) if token < len(table) else f"#{token}"
@@ -71,21 +71,20 @@ def spelled(engine: Engine, token: int) -> str:
 def _speed(meter: Meter) -> str:
     count = len(meter.tokens)
     if meter.first is None:
-        return "no token: the model ended the text at once"
-    words = [f"{count:,} token" + "s" * (count != 1)]
+        return "no tokens: the model ended the text immediately"
+    parts = [f"{count:,} token" + "s" * (count != 1)]
     if meter.rate is not None:
-        words.append(f"{console.format_number(meter.rate)} tokens/s")
-    first = meter.first
-    waited = console.format_duration(first)
-    words.append(f"the first after {waited}")
+        parts.append(f"{console.format_number(meter.rate)} tokens/s")
+    parts.append(f"the first after {console.format_duration(meter.first)}")
     reused = 0 if meter.completion is None else meter.completion.reused
     if reused:
-        words.append(f"{reused:,} of the prompt known from before")
+        parts.append(f"{reused:,} prompt tokens from the cache")
     if meter.completion is None:
-        words.append("interrupted")
+        parts.append("interrupted")
     elif meter.completion.finish != "length":
-        words.append({"context": "the context is full", "stop": "ended"}[meter.completion.finish])
-    return ", ".join(words)
+        reasons = {"context": "the context is full", "stop": "ended"}
+        parts.append(reasons[meter.completion.finish])
+    return ", ".join(parts)
 
 
 def _depth(request: Request, meter: Meter) -> str:
@@ -97,18 +96,18 @@ def _depth(request: Request, meter: Meter) -> str:
     bars, group = console.sparkline(meter.loops, limit)
     width = console.err.width if console.err.is_terminal else 80
     rows = [bars[start : start + width] for start in range(0, len(bars), width)]
-    words = f"{mean:.2f} of {limit} loops per token"
+    summary = f"{mean:.2f} of {limit} loops per token"
     if group > 1:
-        words += f", each bar the mean of {group} tokens"
-    return "\n".join([words, *rows])
+        summary += f", each bar the mean of {group} tokens"
+    return "\n".join([summary, *rows])
 
 
 def _drafts(meter: Meter) -> str:
-    made = meter.completion
-    if made is None or not made.drafted:
+    completion = meter.completion
+    if completion is None or not completion.drafted:
         return ""
-    share = made.accepted / made.drafted
-    return f"{made.drafted:,} tokens drafted, {made.accepted:,} accepted ({share:.0%})"
+    drafted, accepted = completion.drafted, completion.accepted
+    return f"{drafted:,} tokens drafted, {accepted:,} accepted ({accepted / drafted:.0%})"
 
 
 def _memory(engine: Engine, request: Request) -> str:
@@ -124,34 +123,35 @@ def _memory(engine: Engine, request: Request) -> str:
     )
 
 
-def _tell_logprobs(engine: Engine, meter: Meter) -> None:
+def _print_logprobs(engine: Engine, meter: Meter) -> None:
     assert meter.completion is not None
-    seen = meter.completion.logprobs or ()
+    entries = meter.completion.logprobs or ()
     rows = [
         (
-            spelled(engine, one.token),
-            f"{one.logprob:.3f}",
-            "  ".join(f"{spelled(engine, t)} {p:.2f}" for t, p in one.alternatives),
+            token_text(engine, entry.token),
+            f"{entry.logprob:.3f}",
+            "  ".join(f"{token_text(engine, t)} {p:.2f}" for t, p in entry.alternatives),
         )
-        for one in seen
+        for entry in entries
     ]
-    if seen:
-        rows.append(("mean", f"{sum(one.logprob for one in seen) / len(seen):.3f}", ""))
-    view = console.table("Log-probabilities, in nats", ("token", "it", "likeliest"), rows)
-    console.err.print(view)
+    if entries:
+        mean = sum(entry.logprob for entry in entries) / len(entries)
+        rows.append(("mean", f"{mean:.3f}", ""))
+    columns = ("token", "logprob", "likeliest tokens")
+    console.err.print(console.table("Log-probabilities in nats", columns, rows))
 
 
-def _logprob_tree(engine: Engine, meter: Meter) -> list[dict[str, Any]]:
+def _logprob_dicts(engine: Engine, meter: Meter) -> list[dict[str, Any]]:
     assert meter.completion is not None
     return [
         {
-            "token": one.token,
-            "text": spelled(engine, one.token),
-            "logprob": one.logprob,
+            "token": entry.token,
+            "text": token_text(engine, entry.token),
+            "logprob": entry.logprob,
             "alternatives": [
-                {"token": token, "text": spelled(engine, token), "logprob": chance}
-                for token, chance in one.alternatives
+                {"token": token, "text": token_text(engine, token), "logprob": logprob}
+                for token, logprob in entry.alternatives
             ],
         }
-        for one in meter.completion.logprobs or ()
+        for entry in meter.completion.logprobs or ()
     ]

@@ -1,4 +1,4 @@
-"""Text on a command line: as it stands, from a file with @, from standard input with -."""
+"""Text as a command-line argument: the text itself, @FILE, or - for standard input."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from parcae.config import require
 from parcae.files import FileError, reading
 
 
-def read_words(word: str) -> str:
-    """The line break that ends a file or a pipe is not part of the text."""
-    if word == "-":
+def read_text(argument: str) -> str:
+    """The text of an argument, without the line break that ends a file or standard input."""
+    if argument == "-":
         text = _read_input().removesuffix("\n")
-    elif word.startswith("@"):
-        text = _read_file(word[1:]).removesuffix("\n")
+    elif argument.startswith("@"):
+        text = _read_file(argument[1:]).removesuffix("\n")
     else:
-        text = word
-    whole = not any("\ud800" <= letter <= "\udfff" for letter in text)
-    require(whole, "text", "it is not UTF-8", "Convert it.")
+        text = argument
+    valid = not any("\ud800" <= character <= "\udfff" for character in text)
+    require(valid, "text", "it is not UTF-8", "Convert it to UTF-8.")
     return text
 
 
@@ -27,7 +27,7 @@ def _read_input() -> str:
     try:
         return sys.stdin.read() if binary is None else binary.read().decode("utf-8")
     except UnicodeDecodeError:
-        raise FileError("standard input: not UTF-8. Convert it.") from None
+        raise FileError("standard input: not UTF-8. Convert it to UTF-8.") from None
 
 
 def _read_file(name: str) -> str:
@@ -35,8 +35,8 @@ def _read_file(name: str) -> str:
         with reading(name):
             return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise FileError(f"{name}: not UTF-8. Convert it.") from None
+        raise FileError(f"{name}: not UTF-8. Convert it to UTF-8.") from None
     except FileError as error:
         raise FileError(
-            f"{error} (A text that begins with @ itself can come from standard input, with -.)"
+            f"{error} (Pass a text that begins with @ through standard input, with -.)"
         ) from None

@@ -25,7 +25,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.branches import Branches, Bundle, Scratch, bundles
 from parcae.evaluation.prompts import Prompt
 from parcae.files import FileError, read_json
-from parcae.infer.network import Network, exactly
+from parcae.infer.network import Network, without_autocast
 from parcae.infer.request import check_whole
 from parcae.infer.sampling import BrokenLogits, check_logits
 from parcae.model import CONFIG_FILE
@@ -142,7 +142,7 @@ class LoopedScorer:
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
         batch = PromptBatch(prompts)
-        with torch.no_grad(), exactly(self.network.device):
+        with torch.no_grad(), without_autocast(self.network.device):
             predictions = self._predict(batch, seeds)
         columns = (torch.stack(column) for column in zip(*predictions, strict=True))
         return batch.answers(*columns)

@@ -1,1 +1,1 @@
-"""Running a trained model: sampling, generation."""
+"""Decoding with a trained model: cache, layers, sampling, early exit, speculation, engine."""

@@ -1,25 +1,25 @@
-"""Keys and values of every token seen, by (layer, loop), allocated ahead.
+"""The key-value cache, by (layer, loop), allocated ahead of use.
 
-Looping T times leaves T sets of keys and values in every core layer. At loop t a token attends to
-what earlier tokens left at loop t; with a slot for each loop that is exactly the model, and costs T
-times the memory. The other policies let loops share slots, and are approximations:
+Looping T times gives T sets of keys and values in every core layer. At loop t a token attends to
+the keys and values that earlier tokens wrote at loop t; one slot per loop computes exactly the
+model and costs T times the memory. The other policies let loops share slots and are approximations:
 
     full        slot t for loop t                                exact
-    last:K      slot t mod K: a token leaves its last K loops    loop t reads one of the last K
+    last:K      slot t mod K: a token keeps its last K loops     loop t reads one of the last K
     first:K     slot min(t, K): loops from K on share one        they read the token's last loop
-    shared      one slot for all loops, that is last:1           every loop reads the last
+    shared      one slot for all loops, the same as last:1       every loop reads the last
 
-The tokens of one pass see each other loop by loop under every policy, so a prompt is read exactly;
-what is approximate is how later tokens see it.
+Under every policy the tokens of one pass attend to each other loop by loop, so a prompt is read
+exactly; only how later tokens attend to it is approximate.
 
-A layer's keys and values lie as [row, position, key or value, head, channel]: a row is one
-sequence, a token is one contiguous stretch, and a prefix is one copy.
+The keys and values of a layer are stored as [row, position, key or value, head, channel]: a row is
+one sequence, a token is contiguous, and copying a prefix is one copy.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ class Policy:
 
     kind: str
     slots: int | None
-    """How many there are at most; None is one for each loop."""
+    """The largest number of slots; None is one per loop."""
 
     @classmethod
     def parse(cls, text: str | Policy) -> Policy:
@@ -46,23 +46,23 @@ class Policy:
             return text
         if text in ("full", "shared"):
             return cls(text, 1 if text == "shared" else None)
-        found = re.fullmatch(r"(last|first):([0-9]{1,6})", str(text))
-        if found is None or int(found[2]) < 1:
+        match = re.fullmatch(r"(last|first):([0-9]{1,6})", str(text))
+        if match is None or int(match[2]) < 1:
             raise ConfigError(
                 f"cache: {text!r} is not a policy. Use full, last:K, first:K or shared."
             )
-        return cls(found[1], int(found[2]))
+        return cls(match[1], int(match[2]))
 
     def is_exact_for(self, loops: int) -> bool:
         """Whether every loop has a slot of its own."""
         return self.slots is None or self.slots >= loops
 
     def count(self, loops: int) -> int:
-        """Slots that `loops` loops use."""
+        """The number of slots that `loops` loops use."""
         return loops if self.slots is None else min(loops, self.slots)
 
     def slot(self, loop: int) -> int:
-        """Where loop `loop`, counted from 1, reads and writes."""
+        """The slot that loop `loop`, counted from 1, reads and writes."""
         if self.slots is None:
             return loop - 1
         return min(loop, self.slots) - 1 if self.kind == "first" else (loop - 1) % self.slots
@@ -73,7 +73,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many layers remember, and how wide. A Transformer is all prelude."""
+    """The layers that have keys and values, and their shapes. A Transformer is all prelude."""
 
     prelude_layers: int
     core_layers: int
@@ -99,7 +99,7 @@ class Layout:
 
 
 class Cache:
-    """Room for `rows` sequences of `capacity` tokens; grows by doubling, never at every step."""
+    """Memory for `rows` sequences of `capacity` tokens; it grows by doubling."""
 
     def __init__(
         self, layout: Layout, policy: Policy, dtype: torch.dtype, device: torch.device
@@ -108,13 +108,13 @@ class Cache:
         self.clear()
 
     def clear(self) -> None:
-        """Hold nothing, and no memory."""
+        """Drop the contents and free the memory."""
         self.rows = self.capacity = self.loops = 0
         self.outer = self._empty(self.layout.outer, 0, 0, 0)
         """Prelude and coda: [layer, row, position, 2, head, channel]."""
         self.core = self._empty(self.layout.core, 0, 0, 0)
         """[slot x layer, row, position, 2, head, channel]."""
-        self._cut()
+        self._make_views()
 
     @property
     def bytes(self) -> int:
@@ -124,12 +124,12 @@ class Cache:
         return self.layout.bytes_per_token(self.policy, loops, self.dtype.itemsize)
 
     def reserve(self, rows: int, capacity: int, loops: int) -> None:
-        """Make room; what is held stays. Refused before anything is allocated if it cannot fit."""
+        """Grow to at least this size and keep the contents. ConfigError if memory is too small."""
         if rows <= self.rows and capacity <= self.capacity and loops <= self.loops:
             return
         if capacity > self.capacity:
-            roomy = max(2 * self.capacity, SMALLEST_CAPACITY)
-            capacity = max(capacity, min(roomy, self.layout.context_length))
+            doubled = max(2 * self.capacity, SMALLEST_CAPACITY)
+            capacity = max(capacity, min(doubled, self.layout.context_length))
         rows, loops = max(rows, self.rows), max(loops, self.loops)
         capacity = max(capacity, self.capacity)
         check_memory(self.bytes_per_token(loops), rows, capacity, loops, self.device)
@@ -141,40 +141,40 @@ class Cache:
                 new[: old.shape[0], : old.shape[1], : old.shape[2]] = old
         self.outer, self.core = outer, core
         self.rows, self.capacity, self.loops = rows, capacity, loops
-        self._cut()
+        self._make_views()
 
-    def _cut(self) -> None:
-        """The parts of single layers, cut once: a view costs as much as a small operation."""
-        self.places: tuple[int, ...] = (
+    def _make_views(self) -> None:
+        """Views of single layers, made once: a view costs as much as a small operation."""
+        self.addresses: tuple[int, ...] = (
             self.outer.data_ptr(),
             self.core.data_ptr(),
             *self.outer.stride()[:2],
             *self.core.stride()[:2],
         )
-        """Where C++ finds it: addresses, then strides of layers and rows."""
+        """For C++: the addresses, then the strides of layers and rows."""
         layers = self.outer.unbind()
-        self.prelude_layers: Several[Tensor] = layers[: self.layout.prelude_layers]
-        self.coda_layers: Several[Tensor] = layers[self.layout.prelude_layers :]
-        self._core_layers: Several[Tensor] = self.core.unbind()
+        self.prelude_layers: Sequence[Tensor] = layers[: self.layout.prelude_layers]
+        self.coda_layers: Sequence[Tensor] = layers[self.layout.prelude_layers :]
+        self._core_layers: Sequence[Tensor] = self.core.unbind()
 
-    def core_layers(self, loop: int) -> Several[Tensor]:
-        """What the layers of the core read and write in a loop, counted from 1."""
+    def core_layers(self, loop: int) -> Sequence[Tensor]:
+        """The parts that the core layers read and write in a loop, counted from 1."""
         start = self.policy.slot(loop) * self.layout.core_layers
         return self._core_layers[start : start + self.layout.core_layers]
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """The first tokens of one row become those of another."""
+        """Copy the first `length` tokens of row `source` to row `target`."""
         if source != target:
-            for kept in (self.outer, self.core):
-                kept[:, target, :length] = kept[:, source, :length]
+            for kv in (self.outer, self.core):
+                kv[:, target, :length] = kv[:, source, :length]
 
     def settle(self, row: int, position: int, loop: int, loops: int) -> None:
-        """A token that stops after `loop` of `loops` stands still: the loops it did not run find
-        the keys and values of its last one."""
-        here = self.policy.slot(loop)
-        later = sorted({self.policy.slot(t) for t in range(loop + 1, loops + 1)} - {here})
+        """Fill the slots of the loops that a token did not run, having stopped after `loop` of
+        `loops`, with the keys and values of its last loop."""
+        last = self.policy.slot(loop)
+        unused = sorted({self.policy.slot(t) for t in range(loop + 1, loops + 1)} - {last})
         slots = self.core.unflatten(0, (-1, self.layout.core_layers))
-        slots[later, :, row, position] = slots[here, :, row, position]
+        slots[unused, :, row, position] = slots[last, :, row, position]
 
     def _empty(self, shape: BlockShape, layers: int, rows: int, capacity: int) -> Tensor:
         full = (layers, rows, capacity, 2, shape.kv_heads, shape.head_dim)
@@ -184,11 +184,12 @@ class Cache:
 def check_memory(
     bytes_per_token: int, rows: int, capacity: int, loops: int, device: torch.device
 ) -> None:
+    """ConfigError if a cache of this size does not fit in free memory."""
     needed, free = bytes_per_token * rows * capacity, available_memory(device)
     require(
         free is None or needed <= free,
         "cache",
-        f"{rows} x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
+        f"{rows} rows x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
         f"({format_bytes(bytes_per_token)} per token), but {format_bytes(free or 0)} are free",
         "Use fewer rows or tokens, fewer loops, or a policy that shares slots (cache='last:2').",
     )

@@ -1,49 +1,46 @@
-"""Many requests over one model: prompts are read, tokens decoded, rows shared out.
+"""Decodes many requests over one model.
 
     engine = Engine(model, tokenizer)
     engine.generate("def main(", loops=8, new_tokens=64).text
-    engine.generate_all(["one", "two"], exit="state:0.05")    # together; the texts are the same
+    engine.generate_all(["one", "two"], exit="state:0.05")    # decoded together
     for piece in engine.stream("import "):
         print(piece.text, end="")
 
-`submit` and `step` are underneath: a request waits until a row of the cache is free, its prompt is
-read (what another row has of it is copied, not computed), and from then on every step gives it a
-token, or several where it speculates. A request's text depends on nothing but itself.
+These use `submit` and `step`: a request waits until a row of the cache is free, its prompt is read
+(a prefix that is in the cache is copied), and then every step adds a token, or several with
+speculation. The text of a request does not depend on other requests.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Generator
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Collection, Generator, Sequence
+from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer import speculative
+from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.deepen import Reached, Task, deepen
 from parcae.infer.exit import ExitRule
-from parcae.infer.extrapolate import Extrapolation
-from parcae.infer.native.build import NoKernels
-from parcae.infer.native.kernels import Kernels
-from parcae.infer.network import Network, exactly
+from parcae.infer.forward import PassOutput, forward
+from parcae.infer.native.kernels import Kernels, NoKernels
+from parcae.infer.network import Network, without_autocast
 from parcae.infer.quantise import WEIGHTS, Weights
-from parcae.infer.request import Completion, DepthPlan, Piece, Request, Start, check_whole
+from parcae.infer.request import DepthPlan, Request, check_whole
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling
-from parcae.infer.sequence import Sequence
-from parcae.infer.work import Part, Work
+from parcae.infer.sequence import Completion, Piece, RunningSequence
 from parcae.model.frame import LanguageModel
+from parcae.runs import Checkpoint, open_checkpoint
 
-MOST_ROWS = 4096
-Prompt = str | Several[int]
-
-
+MAX_ROWS = 4096
+Prompt = str | Sequence[int]
 Layers = Literal["auto", "native", "torch"]
 
 
@@ -59,26 +56,37 @@ class Engine:
         rows: int = 16,
         reuse_prefixes: bool = True,
     ) -> None:
-        """`rows`: how many requests are decoded together at most; the others wait.
+        """`tokenizer`: for prompts and results as text; without it they are token ids.
 
-        `layers`: "native" runs passes of a few tokens through C++ that is compiled when it is first
-        used, on CPUs; "torch" does without; "auto" takes the first if it can be had.
+        `cache`: which loops share keys and values: "full", "last:K", "first:K" or "shared".
 
-        The model's weights are shared where they can be used as they are and copied where not: a
-        model that has been trained on needs a new engine.
+        `weights`: storage format of matrices: "float32", "int8" or "bfloat16".
+
+        `layers`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
+        "torch" uses PyTorch only; "auto" uses C++ if it is available and supports the model.
+
+        `rows`: the largest number of requests decoded together; others wait.
+
+        `reuse_prefixes`: copy the start of a prompt from the cache if it is there.
+
+        The engine shares the model's weights where it can and copies them where not, so create a
+        new engine after training the model further.
         """
-        check_whole("rows", rows, 1, MOST_ROWS)
+        check_whole("rows", rows, 1, MAX_ROWS)
         self.tokenizer = tokenizer
         self.config = model.config
         options = ", ".join(WEIGHTS)
         require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
         self.network = Network(model, weights, kernels(layers, weights, model.device))
+        supported = layers != "native" or self.network.native is not None
+        injection = f"C++ does not have the injection {model.config.injection!r}"
+        require(supported, "layers", injection, "Use layers='auto'.")
         self.cache = self.network.cache(Policy.parse(cache))
         self.rows = Rows(self.cache, rows, reuse_prefixes)
         self._lock = RLock()
-        """Several threads may submit, step and cancel; a step is one thread's at a time."""
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        """Threads may submit, step and cancel concurrently; steps run one at a time."""
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []
 
     def request(
         self,
@@ -87,8 +95,6 @@ class Engine:
         new_tokens: int = 128,
         loops: int | None = None,
         exit: str | ExitRule | None = None,
-        start: Start = "zero",
-        extrapolation: Extrapolation = "none",
         draft_loops: int = 0,
         draft_tokens: int = 4,
         temperature: float = 0.0,
@@ -97,20 +103,28 @@ class Engine:
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
         seed: int = 0,
-        stop: str | Several[str] = (),
+        stop: str | Sequence[str] = (),
         stop_tokens: Collection[int] | None = None,
         logprobs: int | None = None,
     ) -> Request:
-        """A checked request. Text is encoded after the tokenizer's BOS; ids are taken as they are.
+        """A valid request; ConfigError for anything invalid.
 
-        `loops` left out is the mean the model was trained with. `stop_tokens` left out are the
-        tokenizer's BOS, with which the next document would begin, and none without a tokenizer.
+        `prompt`: text, which is encoded after the tokenizer's BOS, or token ids.
+        `new_tokens`: the largest number of tokens to generate.
+        `loops`: loops per token; the default is the mean of training.
+        `exit`: when a token may stop earlier, such as "state:0.1", "kl:0.01", "budget:4" or a rule
+        of `register_exit_rule`.
+        `draft_loops`, `draft_tokens`: speculative decoding with drafts of so many loops and tokens;
+        0 loops is none.
+        `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`: how
+        tokens are sampled.
+        `stop`: strings that end the text. `stop_tokens`: token ids that end it; the default is the
+        tokenizer's BOS, which starts the next document, and none without a tokenizer.
+        `logprobs`: return log-probabilities of each token and of so many likeliest tokens.
         """
         plan = DepthPlan(
             loops=self.config.loop.nominal_loops if loops is None else loops,
             exit=None if exit is None else ExitRule.parse(exit),
-            start=start,
-            extrapolation=extrapolation,
             draft_loops=draft_loops,
             draft_tokens=draft_tokens,
         )
@@ -125,12 +139,12 @@ class Engine:
             require(
                 self.cache.policy.is_exact_for(plan.loops),
                 "draft_loops",
-                f"a cache that shares slots ({self.cache.policy}) cannot hold draft and text apart",
+                f"a cache that shares slots ({self.cache.policy}) cannot hold a draft too",
                 "Use cache='full'.",
             )
         if stop:
-            found = self.tokenizer is not None
-            require(found, "stop", "strings need a tokenizer", "Give the engine one.")
+            has_tokenizer = self.tokenizer is not None
+            require(has_tokenizer, "stop", "strings need a tokenizer", "Give the engine one.")
         if stop_tokens is None:
             stop_tokens = () if self.tokenizer is None else (self.tokenizer.bos,)
         return Request.checked(
@@ -145,7 +159,8 @@ class Engine:
             logprobs=logprobs,
         )
 
-    def encode(self, prompt: Prompt) -> Several[int]:
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """The ids of a prompt: BOS and the ids of a text; ids are returned unchanged."""
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
@@ -154,33 +169,38 @@ class Engine:
         return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
-        """What follows a prompt; the options are those of `request`."""
+        """The continuation of a prompt; the options are those of `request`."""
         return self.complete([self.request(prompt, **options)])[0]
 
-    def generate_all(self, prompts: Several[Prompt], **options: Any) -> list[Completion]:
-        """What follows each of several prompts, decoded together."""
+    def generate_all(self, prompts: Sequence[Prompt], **options: Any) -> list[Completion]:
+        """The continuations of several prompts, decoded together."""
         return self.complete([self.request(prompt, **options) for prompt in prompts])
 
     def complete(
-        self, requests: Several[Request], on_token: Callable[[int], None] | None = None
+        self, requests: Sequence[Request], on_token: Callable[[int], None] | None = None
     ) -> list[Completion]:
-        """All of them, in their order; `on_token` hears how many tokens each step made."""
+        """Decode all requests. `on_token` is called after every step with its number of tokens."""
         with self._lock:
             self.rows.reserve(requests, len(self._running) + len(self._waiting))
             sequences = [self.submit(request) for request in requests]
         try:
             while not all(s.finish for s in sequences):
-                made = self.step()
+                count = self.step()
                 if on_token is not None:
-                    on_token(made)
+                    on_token(count)
         finally:
             self.cancel(*sequences)
         return [sequence.completion() for sequence in sequences]
 
-    def stream(self, prompt: Prompt, **options: Any) -> Generator[Piece]:
-        """Token by token; the last piece carries the completion. Mistakes are told at once, and
-        closing it ends the request."""
-        return self._stream(self.request(prompt, **options))
+    def stream(self, prompt: Prompt | Request, **options: Any) -> Generator[Piece]:
+        """Yield one piece per token; the last one has the completion.
+
+        Takes a request, or a prompt and the options of `request`, which are checked at once.
+        Closing the generator cancels the request.
+        """
+        if not isinstance(prompt, Request):
+            prompt = self.request(prompt, **options)
+        return self._stream(prompt)
 
     def _stream(self, request: Request) -> Generator[Piece]:
         sequence = self.submit(request)
@@ -195,128 +215,141 @@ class Engine:
         finally:
             self.cancel(sequence)
 
-    def submit(self, request: Request) -> Sequence:
-        """Wait for a row; `step` until its `finish` is set. Refused where memory is short."""
-        sequence = Sequence(request, self.tokenizer, self.config.context_length)
+    def submit(self, request: Request) -> RunningSequence:
+        """Queue a request; call `step` until its `finish` is set. ConfigError if the cache does
+        not fit in memory."""
+        sequence = RunningSequence(request, self.tokenizer, self.config.context_length)
         with self._lock:
             self.rows.reserve([request], len(self._running) + len(self._waiting))
             self._waiting.append(sequence)
         return sequence
 
-    def cancel(self, *sequences: Sequence) -> None:
-        """Forget sequences that nobody waits for any more."""
-        gone = {id(s) for s in sequences}
+    def cancel(self, *sequences: RunningSequence) -> None:
+        """Remove sequences from the queue and free their rows; finished ones are ignored."""
+        cancelled = {id(s) for s in sequences}
         with self._lock:
-            self._waiting = deque(s for s in self._waiting if id(s) not in gone)
+            self._waiting = deque(s for s in self._waiting if id(s) not in cancelled)
             for sequence in self._running:
-                if id(sequence) in gone:
+                if id(sequence) in cancelled:
                     self.rows.release(sequence)
-            self._running = [s for s in self._running if id(s) not in gone]
+            self._running = [s for s in self._running if id(s) not in cancelled]
 
     def step(self) -> int:
-        """Read what prompts there is room for, then give every running sequence its next token,
-        or more. Returns how many tokens were made."""
-        with self._lock, exactly(self.network.device):
+        """Read the prompts for which rows are free, then add a token or more to every running
+        sequence. Returns the number of new tokens."""
+        with self._lock, without_autocast(self.network.device):
             return self._step()
 
     def _step(self) -> int:
-        before = sum(s.made for s in (*self._running, *self._waiting))
+        before = sum(s.generated for s in (*self._running, *self._waiting))
         running = list(self._running)
         self._admit()
         self._decode([s for s in running if not s.finish])
-        made = sum(s.made for s in (*self._running, *self._waiting)) - before
+        count = sum(s.generated for s in (*self._running, *self._waiting)) - before
         for sequence in self._running:
             if sequence.finish:
                 self.rows.release(sequence)
         self._running = [s for s in self._running if not s.finish]
-        return made
+        return count
 
     def _admit(self) -> None:
-        """Prompts that begin like one that is just being read wait for it, and copy."""
+        """Read waiting prompts in waves; `Rows.assign` decides which wait to copy a prefix."""
         while self._waiting and self.rows.free:
-            wave = self.rows.seat(self._waiting)
+            wave = self.rows.assign(self._waiting)
             try:
                 self._read_prompts(wave)
-            finally:  # what an interrupt has left unread is read another time
+            finally:  # after an interrupt, unread prompts wait again
                 unread = [s for s in wave if s.computed < len(s.request.prompt) and not s.finish]
                 for sequence in reversed(unread):
-                    self.rows.unseat(sequence)
+                    self.rows.unassign(sequence)
                     self._waiting.appendleft(sequence)
                 self._running.extend(s for s in wave if s not in unread)
 
-    def _read_prompts(self, wave: list[Sequence]) -> None:
-        for extrapolation, group in by_extrapolation(wave):
-            parts = [Part(s.row, s.reused, len(s.tokens) - s.reused) for s in group]
-            ids = [token for s in group for token in s.tokens[s.reused :]]
-            work = Work(parts, ids, self.network.device)
-            task = Task(
-                work=work,
-                limits=[s.request.plan.loops for s in group],
-                extrapolation=extrapolation,
-                predict=work.last_tokens,
-            )
-            reached = deepen(self.network, self.cache, task)
-            self._take(group, reached, work.last_tokens)
+    def _read_prompts(self, wave: list[RunningSequence]) -> None:
+        spans = [Span(s.row, s.reused, len(s.tokens) - s.reused) for s in wave]
+        ids = [token for s in wave for token in s.tokens[s.reused :]]
+        batch = Batch(spans, ids, self.network.device)
+        max_loops = [s.request.plan.loops for s in wave]
+        output = forward(self.network, self.cache, batch, max_loops, predict=batch.last_indices)
+        _accept_next(wave, output)
 
-    def _decode(self, sequences: list[Sequence]) -> None:
+    def _decode(self, sequences: list[RunningSequence]) -> None:
         sequences = sorted(sequences, key=lambda s: s.row)
         plans = {s.request.plan for s in sequences if s.request.plan.draft_loops}
         for plan in plans:
             group = [s for s in sequences if s.request.plan == plan]
             speculative.decode(self.network, self.cache, group)
         plain = [s for s in sequences if not s.request.plan.draft_loops]
-        for extrapolation, group in by_extrapolation(plain):
-            self._decode_once(group, extrapolation)
+        if plain:
+            self._decode_plain(plain)
 
-    def _decode_once(self, sequences: list[Sequence], extrapolation: Extrapolation) -> None:
-        plans = [s.request.plan for s in sequences]
-        exits = [plan.exit for plan in plans]
-        parts = [Part(s.row, len(s.tokens) - 1) for s in sequences]
-        task = Task(
-            work=Work(parts, [s.tokens[-1] for s in sequences], self.network.device),
-            limits=[plan.loops for plan in plans],
-            rules=exits if any(exits) else None,
-            extrapolation=extrapolation,
-            start=self._start(sequences),
-        )
-        self._take(sequences, deepen(self.network, self.cache, task), range(len(sequences)))
+    def _decode_plain(self, sequences: list[RunningSequence]) -> None:
+        spans = [Span(s.row, len(s.tokens) - 1) for s in sequences]
+        batch = Batch(spans, [s.tokens[-1] for s in sequences], self.network.device)
+        max_loops = [s.request.plan.loops for s in sequences]
+        exits = [s.request.plan.exit for s in sequences]
+        output = forward(self.network, self.cache, batch, max_loops, exits if any(exits) else None)
+        _accept_next(sequences, output)
 
-    def _start(self, sequences: list[Sequence]) -> torch.Tensor | None:
-        """Where states begin, if not all at zero."""
-        begins = [s.state if s.request.plan.start == "previous" else None for s in sequences]
-        if all(state is None for state in begins):
-            return None
-        zero = torch.zeros(self.config.core_block.width, device=self.network.device)
-        return torch.stack([zero if state is None else state for state in begins])
 
-    def _take(self, sequences: list[Sequence], reached: Reached, places: Several[int]) -> None:
-        """The next token of each; `places` are those of their last ones in the pass."""
-        each = zip(sequences, places, reached.loops, reached.rows, strict=True)
-        for sequence, place, loops, logits in each:
-            if sequence.request.plan.start == "previous":
-                sequence.state = reached.state[place]
-            sequence.accept(sequence.choose(logits), loops, logits)
+def _accept_next(sequences: list[RunningSequence], output: PassOutput) -> None:
+    """Choose the next token of each sequence from the logits of its last token."""
+    each = zip(sequences, output.loops, output.logit_rows, strict=True)
+    for sequence, loops, logits in each:
+        sequence.accept(sequence.choose(logits), loops, logits)
 
 
 def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
-    """The C++ layers, where they are wanted and can be had."""
+    """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
     known = layers in get_args(Layers)
     require(known, "layers", f"{layers!r} is not an option", "Use auto, native or torch.")
     fits = device.type == "cpu" and weights != "bfloat16"
     if layers == "torch" or (layers == "auto" and not fits):
         return None
-    require(fits, "layers", "native ones are for float32 and int8 on a CPU", "Use layers='auto'.")
+    reason = "'native' needs float32 or int8 weights on a CPU"
+    require(fits, "layers", reason, "Use layers='auto'.")
     try:
         return Kernels()
     except NoKernels as problem:
-        require(layers == "auto", "layers", f"native ones: {problem}", "Use layers='torch'.")
+        remedy = "Use layers='torch'."
+        require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
         if weights == "int8":
-            words = f"int8 saves memory but no time without the C++ layers: {problem}."
-            warnings.warn(words, stacklevel=3)
+            message = f"int8 saves memory but no time without the C++ layers: {problem}."
+            warnings.warn(message, stacklevel=3)
         return None
 
 
-def by_extrapolation(sequences: list[Sequence]) -> list[tuple[Extrapolation, list[Sequence]]]:
-    """A pass reads all its states in one way."""
-    kinds: set[Extrapolation] = {s.request.plan.extrapolation for s in sequences}
-    return [(k, [s for s in sequences if s.request.plan.extrapolation == k]) for k in kinds]
+@overload
+def generate(
+    model: LanguageModel | Checkpoint | str | Path, prompt: str, **options: Any
+) -> str: ...
+@overload
+def generate(
+    model: LanguageModel | Checkpoint | str | Path, prompt: Sequence[int], **options: Any
+) -> list[int]: ...
+def generate(
+    model: LanguageModel | Checkpoint | str | Path,
+    prompt: Prompt,
+    *,
+    temperature: float = 1.0,
+    **options: Any,
+) -> str | list[int]:
+    """The continuation of a prompt: text for text, token ids for token ids, without the prompt.
+
+    `model` is a model, a checkpoint of `open_checkpoint`, or the path of a run or checkpoint; text
+    needs a checkpoint or path, which has a tokenizer. Further options are those of
+    `Engine.request`, such as `new_tokens`, `loops`, `seed` and `stop_tokens`.
+
+    Every call builds an engine. For several prompts, streams or statistics use `parcae.Engine`.
+    """
+    if isinstance(model, str | Path):
+        model = open_checkpoint(model)
+    tokenizer = None
+    if isinstance(model, Checkpoint):
+        model, tokenizer = model.model, model.tokenizer
+    engine = Engine(model, tokenizer, rows=1)
+    completion = engine.generate(prompt, temperature=temperature, **options)
+    if isinstance(prompt, str):
+        assert completion.text is not None
+        return completion.text
+    return list(completion.tokens)

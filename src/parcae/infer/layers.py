@@ -1,15 +1,15 @@
-"""The layers of a model as decoding runs them.
+"""The layers of a model in the form used for decoding.
 
-Between two large products a token is a few hundred numbers, and every small operation on them costs
-as much as starting it. So what training keeps apart is folded together once:
+With one token, small operations take mostly launch time. So what training keeps apart is folded
+together once:
 
-    [q; k; v; gate] is one matrix, with the scale of the norm before it multiplied in
-    fc and proj take up the norm's scale and the 0.5 of 0.5 relu(x)^2
-    norms divide by length only: x / sqrt(|x|^2 + D eps), and the sqrt(D) is in the matrix after it
-    the sum with the residual is part of the product before it
+    [q; k; v; gate] is one matrix, multiplied by the scale of the norm before it
+    fc and proj contain the norm's scale and the 0.5 of 0.5 relu(x)^2
+    norms divide by length only: x / sqrt(|x|^2 + D eps), and the sqrt(D) is in the next matrix
+    adding the residual is part of the matrix product before it
 
-Layers work on tokens of all sequences laid end to end, [N, D]: no padding anywhere. Who belongs to
-whom matters in attention only, and `Work` says it.
+Layers work on the concatenated tokens of all sequences [N, D], without padding. Only attention
+needs to know which token belongs to which sequence; see `Batch`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.config import BlockShape
+from parcae.infer.batch import Batch
 from parcae.infer.quantise import Matrix
-from parcae.infer.work import Work
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
 
 Prepare = Callable[[Tensor], Matrix]
-"""What a weight [out, in] is turned into."""
+"""Converts a weight [out, in] to the format in which it is stored."""
 
 
 class UnitNorm:
-    """x / sqrt(|x|^2 + D eps): RMS norm up to the factor sqrt(D), which `fold` puts elsewhere."""
+    """x / sqrt(|x|^2 + D eps): RMS norm without sqrt(D), which `fold` puts in a matrix."""
 
     def __init__(self, width: int, eps: float, device: torch.device) -> None:
         self.width = width
@@ -42,13 +42,13 @@ class UnitNorm:
         return x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.floor)
 
     def fold(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """W such that its product with what comes out here is W_0 (RMS-normed x * scale)."""
+        """W such that W times the output of this norm is `weight` times (RMS-normed x * scale)."""
         return weight.detach().float() * (scale.detach().float() * math.sqrt(self.width))
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledNorm:
-    """RMS norm whose result is used as it is."""
+    """RMS norm whose scale is applied to its output."""
 
     unit: UnitNorm
     scale: Tensor
@@ -76,7 +76,7 @@ class Layer:
     fc: Matrix
     proj: Matrix
     after: tuple[ScaledNorm, ScaledNorm] | None
-    """The norms after attention and MLP, in models that norm the residual."""
+    """The norms after attention and MLP, in models that normalise the residual."""
 
     @classmethod
     def of(cls, block: Block, prepare: Prepare) -> Layer:
@@ -86,7 +86,7 @@ class Layer:
         rows = [attention.q.weight, attention.k.weight, attention.v.weight]
         if attention.gate is not None:
             gate = attention.gate.weight
-            # An even number of outputs, so that rows are complex numbers wherever they begin.
+            # An even number of outputs, so that each row can be viewed as complex numbers.
             rows.append(F.pad(gate, (0, shape.width - gate.shape[1], 0, len(gate) % 2)))
         after = None
         if block.norm_after_attn is not None and block.norm_after_mlp is not None:
@@ -111,16 +111,15 @@ class Layer:
         return self.inner, self.out, self.fc, self.proj
 
     def map(self, function: Callable[[Matrix], Matrix]) -> Layer:
-        """The same with other matrices."""
+        """The same layer with `function` applied to its matrices."""
         names = ("inner", "out", "fc", "proj")
-        made = map(function, self.matrices)
-        return replace(self, **dict(zip(names, made, strict=True)))
+        return replace(self, **dict(zip(names, map(function, self.matrices), strict=True)))
 
     def __call__(
-        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kept: Tensor, work: Work
+        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
     ) -> Tensor:
-        """`kept` is the layer's part of the cache; the tokens at hand are written, then read."""
-        x_ND = self.out.add_to(x_ND, self._attend(self.norm(x_ND), phases, value, kept, work))
+        """`kv` is the layer's part of the cache; keys and values are written, then read."""
+        x_ND = self.out.add_to(x_ND, self._attend(self.norm(x_ND), phases, value, kv, batch))
         if self.after is not None:
             x_ND = self.after[0](x_ND)
         x_ND = self.proj.add_to(x_ND, self._hidden(self.norm(x_ND)))
@@ -129,20 +128,20 @@ class Layer:
         return x_ND
 
     def _attend(
-        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kept: Tensor, work: Work
+        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
     ) -> Tensor:
         H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        made = self.inner(z_ND)
-        qk = rotate(made[:, : (H + K) * E], phases)
-        v = made[:, (H + K) * E : (H + 2 * K) * E].unflatten(1, (K, E))
+        projected = self.inner(z_ND)
+        qk = rotate(projected[:, : (H + K) * E], phases)
+        v = projected[:, (H + K) * E : (H + 2 * K) * E].unflatten(1, (K, E))
         if value is not None:
-            gate = made[:, (H + 2 * K) * E : (H + 2 * K) * E + K].sigmoid()
+            gate = projected[:, (H + 2 * K) * E : (H + 2 * K) * E + K].sigmoid()
             v = torch.addcmul(v, gate[..., None], value, value=2.0)
         scale = None
         if self.qk_norm is not None:
             qk, scale = self.qk_norm(qk), math.sqrt(E)
-        work.write(kept, qk[:, H:], v)
-        return work.attend(qk[:, :H], kept, scale).flatten(1)
+        batch.write_kv(kv, qk[:, H:], v)
+        return batch.attend(qk[:, :H], kv, scale).flatten(1)
 
     def _hidden(self, z_ND: Tensor) -> Tensor:
         hidden = self.fc(z_ND)
@@ -153,8 +152,8 @@ class Layer:
 
 
 def rotate(x: Tensor, phases: Tensor) -> Tensor:
-    """Turn the pairs (2i, 2i + 1) of heads laid end to end [N, HE], as complex numbers, by the
-    phases [N, 1, E/2] of their positions: [N, H, E]."""
+    """Rotary embedding: the pairs (2i, 2i + 1) of concatenated heads [N, HE], as complex numbers,
+    times the phases [N, 1, E/2] of their positions. Returns [N, H, E]."""
     pairs = x.view(torch.complex64).unflatten(1, (-1, phases.shape[-1]))
     return (pairs * phases).view(torch.float32)
 
@@ -164,23 +163,23 @@ def phase_table(length: int, head_dim: int, theta: float, device: torch.device) 
     return torch.complex(*rope_table(length, head_dim, theta, device))
 
 
-class Stack:
-    """Layers one after the other, each with its part of the cache."""
+class CachedStack:
+    """Layers run in sequence, each with its part of the cache."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.layers = layers
 
-    def map(self, function: Callable[[Matrix], Matrix]) -> Stack:
-        return Stack([layer.map(function) for layer in self.layers])
+    def map(self, function: Callable[[Matrix], Matrix]) -> CachedStack:
+        return CachedStack([layer.map(function) for layer in self.layers])
 
     def __call__(
         self,
         x: Tensor,
         phases: Tensor,
         values: Sequence[Tensor | None],
-        kept: Sequence[Tensor],
-        work: Work,
+        kv: Sequence[Tensor],
+        batch: Batch,
     ) -> Tensor:
-        for layer, value, part in zip(self.layers, values, kept, strict=True):
-            x = layer(x, phases, value, part, work)
+        for layer, value, layer_kv in zip(self.layers, values, kv, strict=True):
+            x = layer(x, phases, value, layer_kv, batch)
         return x

@@ -1,20 +1,19 @@
-"""The three stages of a looped model over a cache, for tokens of any number of sequences.
+"""A model in the form used for decoding: its stages over a cache, for a batch of tokens.
 
-    drive = network.begin(work, cache)                               what every loop is given
-    h     = network.loop(h, drive, work, cache, range(1, 9))         the first eight loops
-    x     = network.read(h, work, cache)                             coda
+    drive = network.begin(batch, cache)                              prelude and B_bar e
+    h     = network.loop(h, drive, batch, cache, range(1, 9))        loops 1 to 8
+    x     = network.read(h, batch, cache)                            coda
     network.logits(x)
 
-Here they are PyTorch's operators. `network.native` has the same stages in C++, and all of them in
-one call, for a few tokens on a CPU. A Transformer is a network without a loop: its layers are all
-prelude.
+These are PyTorch operators. `network.native` runs all stages in one call of C++, for a few tokens
+on a CPU. A Transformer is a network without loops: all its layers are in the prelude.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,23 +22,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import ModelConfig
+from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.layers import Layer, Prepare, ScaledNorm, Stack, phase_table
+from parcae.infer.layers import CachedStack, Layer, Prepare, ScaledNorm, phase_table
 from parcae.infer.native.kernels import Kernels
 from parcae.infer.native.network import NativeNetwork
-from parcae.infer.quantise import Matrix, Weights, aligned, in_8_bits, matrix
-from parcae.infer.work import Work
+from parcae.infer.quantise import Matrix, Weights, aligned, matrix, to_int8
 from parcae.model.frame import LanguageModel
-from parcae.model.injection import AdditionInjection, DiagonalInjection, Injection
+from parcae.model.injection import (
+    AdditionInjection,
+    ConcatenationInjection,
+    DiagonalInjection,
+    Injection,
+)
 from parcae.model.looped import LoopedModel
 from parcae.model.transformer import Transformer
 
 
 @contextmanager
-def exactly(device: torch.device) -> Iterator[None]:
-    """In the precision of the weights also where a caller trains in another: autocast would round
-    what is folded and cached."""
-    if not torch.is_autocast_enabled(device.type):  # asking is much quicker than turning off
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Disable autocast, which would round folded weights and the cache."""
+    if not torch.is_autocast_enabled(device.type):  # this check is much faster than disabling
         yield
         return
     with torch.autocast(device.type, enabled=False):
@@ -47,26 +50,18 @@ def exactly(device: torch.device) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Mix:
-    """x = A_bar h + B_bar e, with which every loop begins."""
+class LinearMix:
+    """x = A_bar h + B_bar e of the built-in injections, with folded matrices."""
 
     into: Matrix | None
-    """B_bar; None where e itself is what is added."""
+    """B_bar; None is the identity."""
     decay: Tensor | None = None
-    """The diagonal of A_bar, where it is one."""
+    """The diagonal of A_bar, if it is diagonal."""
     transition: Matrix | None = None
-    """A_bar, where it is not. Where there is neither it is 1."""
-
-    @classmethod
-    def of(cls, injection: Injection, prepare: Prepare) -> Mix:
-        if isinstance(injection, AdditionInjection):
-            return cls(None)
-        into = prepare(injection.input_matrix())
-        if isinstance(injection, DiagonalInjection):
-            return cls(into, decay=injection.decay().detach().contiguous())
-        return cls(into, transition=prepare(injection.transition_matrix()))
+    """A_bar, if it is dense. With neither `decay` nor `transition` it is the identity."""
 
     def drive(self, e: Tensor) -> Tensor:
+        """B_bar e [N, d_h], which is the same in every loop."""
         return e if self.into is None else self.into(e)
 
     def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
@@ -74,15 +69,52 @@ class Mix:
             return self.transition.add_to(drive, h)
         return h + drive if self.decay is None else torch.addcmul(drive, self.decay, h)
 
+    def map(self, function: Callable[[Matrix], Matrix]) -> LinearMix:
+        """The same with `function` applied to the matrices."""
+        return LinearMix(_apply(function, self.into), self.decay, _apply(function, self.transition))
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [one for one in (self.into, self.transition) if one is not None]
+
+
+class ModuleMix:
+    """Any other injection, through its methods `prepare` and `mix`, in float32."""
+
+    def __init__(self, injection: Injection, width: int, device: torch.device) -> None:
+        self.injection = deepcopy(injection).float().requires_grad_(False).eval()
+        self.transition = self.injection.prepare(torch.zeros(1, 1, width, device=device))[0]
+
+    def drive(self, e: Tensor) -> Tensor:
+        return self.injection.prepare(e[None])[1][0]
+
+    def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
+        return self.injection.mix(h[None], self.transition, drive[None])[0]
+
+
+def _mix(injection: Injection, prepare: Prepare, width: int, device: torch.device):
+    """Built-in injections as matrices, others (and subclasses of these) as modules."""
+    if type(injection) is AdditionInjection:
+        return LinearMix(None)
+    if type(injection) is DiagonalInjection:
+        into = prepare(injection.input_matrix())
+        return LinearMix(into, decay=injection.decay().detach().contiguous())
+    if type(injection) is ConcatenationInjection:
+        into = prepare(injection.input_matrix())
+        return LinearMix(into, transition=prepare(injection.transition_matrix()))
+    return ModuleMix(injection, width, device)
+
 
 class Network:
     def __init__(
         self, model: LanguageModel, weights: Weights = "float32", kernels: Kernels | None = None
     ) -> None:
-        """With `kernels`, passes of a few tokens can go through C++."""
-        with torch.no_grad(), exactly(model.device):
+        """With `kernels`, passes of a few tokens run in C++ if it has the model's injection."""
+        with torch.no_grad(), without_autocast(model.device):
             self._build(model, weights)
-            self.native = None if kernels is None else NativeNetwork(self, kernels)
+            self.native: NativeNetwork | None = None
+            if kernels is not None and isinstance(self.mix, LinearMix):
+                self.native = NativeNetwork(self, self.mix, kernels)
 
     def _build(self, model: LanguageModel, weights: Weights) -> None:
         config: ModelConfig = model.config
@@ -90,8 +122,8 @@ class Network:
         def prepare(weight: Tensor) -> Matrix:
             return matrix(weight, weights)
 
-        def stack(blocks: Iterable[nn.Module]) -> Stack:
-            return Stack([Layer.of(block, prepare) for block in blocks])  # type: ignore[arg-type]
+        def stack(blocks: Iterable[nn.Module]) -> CachedStack:
+            return CachedStack([Layer.of(block, prepare) for block in blocks])  # type: ignore
 
         self.config = config
         self.weights: Weights = weights
@@ -101,21 +133,22 @@ class Network:
         self.value_tables = {int(k): _table(t) for k, t in model.value_tables.items()}
         self.prelude_norm: ScaledNorm | None = None
         self.readout: Matrix | None = None
-        self.mix = Mix(None)
+        self.mix: LinearMix | ModuleMix = LinearMix(None)
         if isinstance(model, LoopedModel):
             parts = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
             self.prelude, self.core, self.coda = map(stack, parts)
-            self.mix = Mix.of(model.loop.core.injection, prepare)
+            injection = model.loop.core.injection
+            self.mix = _mix(injection, prepare, config.width, model.device)
             if model.prelude.norm is not None:
                 self.prelude_norm = ScaledNorm.of(model.prelude.norm.weight, config.norm_eps)
             if model.coda.readout is not None:
                 self.readout = prepare(model.coda.readout.weight)
             final = model.coda.norm
         elif isinstance(model, Transformer):
-            self.prelude, self.core, self.coda = stack(model.blocks), Stack([]), Stack([])
+            self.prelude, self.core, self.coda = map(stack, (model.blocks, [], []))
             final = model.norm
         else:
-            raise TypeError(f"{type(model).__name__}: not a model that can be decoded here.")
+            raise TypeError(f"{type(model).__name__}: must be a LoopedModel or a Transformer.")
         self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
         self.unembedding = self.embedding if model.head is None else _table(model.head)
         self.head = prepare(self.unembedding)
@@ -125,88 +158,95 @@ class Network:
 
     @cached_property
     def drafter(self) -> Network:
-        """The same in 8 bits where those are quicker; it shares what is not a matrix."""
-        if self.native is None or self.weights != "float32":
+        """The network for speculative drafts: a copy with int8 matrices where those are faster,
+        which shares all other tensors; else this network."""
+        if self.native is None or self.weights != "float32" or isinstance(self.mix, ModuleMix):
             return self
-        twin = copy(self)
-        twin.weights = "int8"
-        twin.prelude, twin.core, twin.coda = (
-            stack.map(in_8_bits) for stack in (self.prelude, self.core, self.coda)
+        draft = copy(self)
+        draft.weights = "int8"
+        draft.prelude, draft.core, draft.coda = (
+            stack.map(to_int8) for stack in (self.prelude, self.core, self.coda)
         )
-        mix = self.mix
-        twin.mix = Mix(_some(in_8_bits, mix.into), mix.decay, _some(in_8_bits, mix.transition))
-        twin.readout, twin.head = _some(in_8_bits, self.readout), in_8_bits(self.head)
-        twin.native = NativeNetwork(twin, self.native.kernels)
-        return twin
+        draft.mix = self.mix.map(to_int8)
+        draft.readout, draft.head = _apply(to_int8, self.readout), to_int8(self.head)
+        draft.native = NativeNetwork(draft, draft.mix, self.native.kernels)
+        return draft
 
     @property
     def matrices(self) -> list[Matrix]:
         stacks = (self.prelude, self.core, self.coda)
         inner = [one for stack in stacks for layer in stack.layers for one in layer.matrices]
-        others = (self.mix.into, self.mix.transition, self.readout, self.head)
-        return [*inner, *(one for one in others if one is not None)]
+        mix = self.mix.matrices if isinstance(self.mix, LinearMix) else []
+        readout = [] if self.readout is None else [self.readout]
+        return [*inner, *mix, *readout, self.head]
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all tables and matrices, also of a draft's; what is shared counts once."""
-        tables = (self.embedding, self.unembedding, *self.value_tables.values())
+        """Memory of all tables and matrices, including those of drafts; shared ones count once."""
+        tensors = [self.embedding, self.unembedding, *self.value_tables.values()]
         networks = {id(one): one for one in (self, self.__dict__.get("drafter", self))}.values()
-        held = (*tables, *(one.stored for network in networks for one in network.matrices))
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+        tensors += [matrix.stored for network in networks for matrix in network.matrices]
+        if isinstance(self.mix, ModuleMix):
+            tensors += self.mix.injection.parameters()
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     def cache(self, policy: Policy) -> Cache:
-        """An empty one; it takes room when it is told how much."""
+        """An empty cache for this network."""
         return Cache(self.layout, policy, torch.float32, self.device)
 
-    def begin(self, work: Work, cache: Cache) -> Tensor:
-        """B_bar e [N, d_h], which no loop changes; the last layer's output itself where there is no
-        loop."""
-        x = F.embedding(work.id_tensor, self.embedding)
-        x = self._outer(x, self.prelude, 0, cache.prelude_layers, work)
+    def begin(self, batch: Batch, cache: Cache) -> Tensor:
+        """B_bar e, the input of every loop [N, d_h]; of a Transformer the last layer's output."""
+        x = F.embedding(batch.id_tensor, self.embedding)
+        x = self._outer(x, self.prelude, 0, cache.prelude_layers, batch)
         if self.prelude_norm is not None:
             x = self.prelude_norm(x)
         return self.mix.drive(x)
 
-    def loop(self, h: Tensor, drive: Tensor, work: Work, cache: Cache, loops: range) -> Tensor:
-        """The loops asked for, counted from 1; all tokens take part."""
+    def initial_state(self, batch: Batch) -> Tensor:
+        """h_0 of all tokens: zeros [N, d_h]."""
+        width = self.config.core_block.width
+        return torch.zeros(len(batch), width, dtype=torch.float32, device=self.device)
+
+    def loop(self, h: Tensor, drive: Tensor, batch: Batch, cache: Cache, loops: range) -> Tensor:
+        """h after the given loops, counted from 1, of all tokens [N, d_h]."""
         if not self.core.layers:
             return drive
-        phases = self.core_phases[work.position_tensor]
-        values = self._values(work, self.layout.prelude_layers, len(self.core.layers))
+        phases = self.core_phases[batch.position_tensor]
+        values = self._values(batch, self.layout.prelude_layers, len(self.core.layers))
         for loop in loops:
-            h = self.core(self.mix(h, drive), phases, values, cache.core_layers(loop), work)
+            h = self.core(self.mix(h, drive), phases, values, cache.core_layers(loop), batch)
         return h
 
-    def read(self, h: Tensor, work: Work, cache: Cache) -> Tensor:
-        """What the head reads: normed, [N, d_e]."""
+    def read(self, h: Tensor, batch: Batch, cache: Cache) -> Tensor:
+        """Readout, coda and final norm: the input of the head [N, d_e]."""
         x = h if self.readout is None else self.readout(h)
         first = self.layout.prelude_layers + self.layout.core_layers
-        return self.final_norm(self._outer(x, self.coda, first, cache.coda_layers, work))
+        return self.final_norm(self._outer(x, self.coda, first, cache.coda_layers, batch))
 
     def logits(self, x: Tensor) -> Tensor:
         return self.head(x)
 
     def _outer(
-        self, x: Tensor, stack: Stack, first: int, kept: Sequence[Tensor], work: Work
+        self, x: Tensor, stack: CachedStack, first: int, kv: Sequence[Tensor], batch: Batch
     ) -> Tensor:
-        phases = self.outer_phases[work.position_tensor]
-        return stack(x, phases, self._values(work, first, len(stack.layers)), kept, work)
+        phases = self.outer_phases[batch.position_tensor]
+        return stack(x, phases, self._values(batch, first, len(stack.layers)), kv, batch)
 
-    def _values(self, work: Work, first: int, layers: int) -> list[Tensor | None]:
+    def _values(self, batch: Batch, first: int, layers: int) -> list[Tensor | None]:
         """The tokens' value embeddings [N, K, E] for layers that have them."""
 
-        def looked_up(layer: int) -> Tensor | None:
+        def look_up(layer: int) -> Tensor | None:
             table = self.value_tables.get(layer)
             if table is None:
                 return None
             head_dim = self.config.block_of_layer(layer).head_dim
-            return F.embedding(work.id_tensor, table).unflatten(-1, (-1, head_dim))
+            return F.embedding(batch.id_tensor, table).unflatten(-1, (-1, head_dim))
 
-        return [looked_up(layer) for layer in range(first, first + layers)]
+        return [look_up(layer) for layer in range(first, first + layers)]
 
 
-def _some(function: Callable[[Matrix], Matrix], one: Matrix | None) -> Matrix | None:
-    return None if one is None else function(one)
+def _apply(function: Callable[[Matrix], Matrix], matrix: Matrix | None) -> Matrix | None:
+    return None if matrix is None else function(matrix)
 
 
 def _table(module: nn.Module) -> Tensor:

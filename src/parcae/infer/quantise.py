@@ -1,11 +1,11 @@
-"""Weight matrices as decoding holds them: a token reads every weight once, so bytes are time.
+"""Storage formats of weight matrices. Decoding reads every weight once per token, so size is time.
 
-`float32`   as they are
-`int8`      every row in 8 bits with a scale of its own; what it is multiplied with stays float32
-`bfloat16`  half the memory, the same range, 8 bits of mantissa; the products are bfloat16's too
+`float32`   unchanged
+`int8`      8 bits with one scale per row; activations stay float32
+`bfloat16`  half the memory, 8 bits of mantissa; products are computed in bfloat16 too
 
-The products here are PyTorch's, for which 8-bit weights are first spread out to floats; those of a
-few tokens are left to C++ (see `native`) where it can be had.
+These are PyTorch products, for which int8 weights are first converted to float32. With few tokens
+on a CPU the C++ kernels (see `native`) multiply int8 weights directly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Matrix(ABC):
 
     stored: Tensor
     scale: Tensor | None = None
-    """One for each row."""
+    """One per row, for int8."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -73,16 +73,17 @@ KINDS = {"float32": FloatMatrix, "int8": Int8Matrix, "bfloat16": BFloat16Matrix}
 
 
 def matrix(weight: Tensor, weights: Weights) -> Matrix:
-    """A weight, detached, in the form asked for."""
+    """A weight, detached, in the given format."""
     return KINDS[weights](weight.detach().float())
 
 
-def in_8_bits(one: Matrix) -> Matrix:
-    return Int8Matrix(one.stored)
+def to_int8(matrix: Matrix) -> Matrix:
+    """The int8 version of a float32 matrix."""
+    return Int8Matrix(matrix.stored)
 
 
 def aligned(weight: Tensor) -> Tensor:
-    """Contiguous, and where lines of the cache begin: files are mapped to any address, and reading
-    across two lines takes twice as long."""
+    """Contiguous and aligned to cache lines: memory-mapped weights start at any address, and reads
+    that cross a line take twice as long."""
     weight = weight.contiguous()
     return weight if weight.data_ptr() % CACHE_LINE == 0 else weight.clone()

@@ -1,60 +1,60 @@
-"""Rows of the cache: who sits where, and what a row still knows of the text it held.
+"""Assigns cache rows to sequences, and reuses prefixes of earlier ones.
 
-A row keeps its keys and values when its sequence has ended. A new prompt that begins like a text
-some row holds, computed in the same way, takes that beginning over: a copy, not a computation.
+A row keeps its keys and values when its sequence has ended. If a new prompt begins like the text in
+some row, computed with the same plan, that prefix is copied instead of computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 
 from parcae.config import ConfigError
 from parcae.infer.cache import Cache
 from parcae.infer.request import DepthPlan, Request
-from parcae.infer.sequence import Sequence
+from parcae.infer.sequence import RunningSequence
 
-WORTH_WAITING = 16
-"""Tokens in common for which a prompt waits until another has been read."""
+MIN_SHARED_PREFIX = 16
+"""A prompt with at least so many tokens in common with another waits until that one is read."""
 
 
 class Rows:
-    def __init__(self, cache: Cache, most: int, reuse: bool = True) -> None:
-        self.cache, self.most, self.reuse = cache, most, reuse
-        self._held: list[tuple[DepthPlan, list[int]] | None] = [None] * most
-        """For each row the tokens whose keys and values are as a prompt would leave them."""
-        self._seated: dict[int, Sequence] = {}
-        self._order: deque[int] = deque(range(most))
-        """Free rows, the longest unused first."""
+    def __init__(self, cache: Cache, max_rows: int, reuse: bool = True) -> None:
+        self.cache, self.max_rows, self.reuse = cache, max_rows, reuse
+        self._contents: list[tuple[DepthPlan, list[int]] | None] = [None] * max_rows
+        """For each free row, the plan and tokens of the keys and values in it."""
+        self._assigned: dict[int, RunningSequence] = {}
+        self._free: deque[int] = deque(range(max_rows))
+        """Free rows, the least recently used first."""
 
     @property
     def free(self) -> int:
-        """Rows that are there and that nobody sits in."""
-        return sum(row < self.cache.rows for row in self._order)
+        """The number of allocated rows without a sequence."""
+        return sum(row < self.cache.rows for row in self._free)
 
-    def reserve(self, requests: Several[Request], busy: int) -> None:
-        """Room for these requests beside `busy` others, as far as they are served at a time.
+    def reserve(self, requests: Sequence[Request], busy: int) -> None:
+        """Allocate rows for these requests beside `busy` others, up to the largest number.
 
-        A row more for each, as long as there is memory: what idle rows hold may be of use.
+        Free rows whose contents may be reused are kept, as long as there is memory.
         """
         if not requests:
             return
         loops, length = max(r.plan.loops for r in requests), self._length(requests)
-        least = min(self.most, busy + len(requests))
-        useful = self.reuse and self.cache.policy.is_exact_for(loops)
-        kept = sum(held is not None for held in self._held) if useful else 0
-        rows = min(self.most, least + kept)
+        needed = min(self.max_rows, busy + len(requests))
+        reusable = self.reuse and self.cache.policy.is_exact_for(loops)
+        kept = sum(contents is not None for contents in self._contents) if reusable else 0
+        rows = min(self.max_rows, needed + kept)
         if rows > self.cache.rows:  # by doubling, like the positions
-            rows = min(self.most, max(rows, 2 * self.cache.rows))
+            rows = min(self.max_rows, max(rows, 2 * self.cache.rows))
         try:
             self.cache.reserve(rows, length, loops)
         except ConfigError:
             if busy == 0:
                 self._forget()
-            self._reserve_some(least, length, loops)
+            self._reserve_up_to(needed, length, loops)
 
-    def _reserve_some(self, rows: int, length: int, loops: int) -> None:
-        """As many rows as there is memory for; the others wait."""
+    def _reserve_up_to(self, rows: int, length: int, loops: int) -> None:
+        """Allocate as many rows as fit in memory; other requests wait."""
         while True:
             try:
                 return self.cache.reserve(rows, length, loops)
@@ -64,90 +64,97 @@ class Rows:
                 rows -= 1
 
     def _forget(self) -> None:
-        """Give up what idle rows hold, and their memory."""
+        """Drop the contents of all rows and free their memory."""
         self.cache.clear()
-        self._held = [None] * self.most
-        self._order = deque(range(self.most))
+        self._contents = [None] * self.max_rows
+        self._free = deque(range(self.max_rows))
 
-    def seat(self, waiting: deque[Sequence]) -> list[Sequence]:
-        """Rows for the next sequences; a prompt like one that is seated now waits for the next."""
-        wave: list[Sequence] = []
-        later: list[Sequence] = []
+    def assign(self, waiting: deque[RunningSequence]) -> list[RunningSequence]:
+        """Take sequences from `waiting` and assign rows to them. A prompt with a long prefix in
+        common with one of these waits, to reuse it."""
+        wave: list[RunningSequence] = []
+        later: list[RunningSequence] = []
         while waiting and self.free:
             sequence = waiting.popleft()
             if self._should_wait(sequence, wave):
                 later.append(sequence)
                 continue
-            self._seat(sequence)
+            self._assign(sequence)
             wave.append(sequence)
         waiting.extendleft(reversed(later))
         return wave
 
-    def unseat(self, sequence: Sequence) -> None:
-        """Back to where it was before it had a row."""
+    def unassign(self, sequence: RunningSequence) -> None:
+        """Release the row and reset the sequence to its state before `assign`."""
         self.release(sequence)
         sequence.row, sequence.reused, sequence.computed = -1, 0, 0
 
-    def release(self, sequence: Sequence) -> None:
-        if self._seated.pop(sequence.row, None) is not None:
-            self._held[sequence.row] = self._knowledge(sequence)
-            self._order.append(sequence.row)
+    def release(self, sequence: RunningSequence) -> None:
+        """Free the row of a sequence and keep its contents for reuse."""
+        if self._assigned.pop(sequence.row, None) is not None:
+            self._contents[sequence.row] = self._reusable(sequence)
+            self._free.append(sequence.row)
 
-    def _seat(self, sequence: Sequence) -> None:
+    def _assign(self, sequence: RunningSequence) -> None:
         source, length = self._best_source(sequence)
-        row = source if source is not None and source in self._order else self._least_useful()
-        self._order.remove(row)
+        row = source if source is not None and source in self._free else self._row_to_replace()
+        self._free.remove(row)
         if source is not None:
             self.cache.copy_prefix(source, row, length)
             sequence.reused = sequence.computed = length
         sequence.row = row
-        self._seated[row] = sequence
-        self._held[row] = None
+        self._assigned[row] = sequence
+        self._contents[row] = None
 
-    def _best_source(self, sequence: Sequence) -> tuple[int | None, int]:
+    def _best_source(self, sequence: RunningSequence) -> tuple[int | None, int]:
+        """The row with the longest reusable prefix of a prompt, and its length."""
         best, longest = None, 0
         if not self._may_reuse(sequence):
             return best, longest
-        for row in range(self.most):
-            seated = self._seated.get(row)
-            held = self._held[row] if seated is None else self._knowledge(seated)
-            if held is None or held[0] != sequence.request.plan:
+        for row in range(self.max_rows):
+            other = self._assigned.get(row)
+            contents = self._contents[row] if other is None else self._reusable(other)
+            if contents is None or contents[0] != sequence.request.plan:
                 continue
-            length = min(common_prefix(held[1], sequence.tokens), len(sequence.tokens) - 1)
+            length = min(common_prefix(contents[1], sequence.tokens), len(sequence.tokens) - 1)
             if length > longest:
                 best, longest = row, length
         return best, longest
 
-    def _may_reuse(self, sequence: Sequence) -> bool:
-        """Where loops share slots, what a prompt leaves depends on where it was cut."""
+    def _may_reuse(self, sequence: RunningSequence) -> bool:
+        """Not if loops share slots: the cache then depends on how a prompt was split in passes."""
         return self.reuse and self.cache.policy.is_exact_for(sequence.request.plan.loops)
 
-    def _should_wait(self, sequence: Sequence, wave: list[Sequence]) -> bool:
-        """Whether a prompt that is about to be read has much that no row holds yet."""
+    def _should_wait(self, sequence: RunningSequence, wave: list[RunningSequence]) -> bool:
+        """Whether another prompt that is about to be read has a much longer common prefix than
+        any row."""
         plan = sequence.request.plan
-        alike = [other for other in wave if other.request.plan == plan]
-        if not alike or not self._may_reuse(sequence):
+        same_plan = [other for other in wave if other.request.plan == plan]
+        if not same_plan or not self._may_reuse(sequence):
             return False
-        common = max(common_prefix(sequence.tokens, other.tokens) for other in alike)
-        return common - self._best_source(sequence)[1] >= WORTH_WAITING
+        common = max(common_prefix(sequence.tokens, other.tokens) for other in same_plan)
+        return common - self._best_source(sequence)[1] >= MIN_SHARED_PREFIX
 
-    def _least_useful(self) -> int:
-        """An empty row that the cache has room for, or else the one that was not used longest."""
-        there = [row for row in self._order if row < self.cache.rows]
-        return next((row for row in there if self._held[row] is None), there[0])
+    def _row_to_replace(self) -> int:
+        """An empty allocated row, or else the least recently used."""
+        allocated = [row for row in self._free if row < self.cache.rows]
+        return next((row for row in allocated if self._contents[row] is None), allocated[0])
 
-    def _knowledge(self, sequence: Sequence) -> tuple[DepthPlan, list[int]]:
+    def _reusable(self, sequence: RunningSequence) -> tuple[DepthPlan, list[int]]:
+        """The tokens whose keys and values are those of a prompt read at full depth."""
         plan = sequence.request.plan
-        known = sequence.tokens[: sequence.computed]
+        tokens = sequence.tokens[: sequence.computed]
         if not plan.generates_as_it_reads:
-            known = known[: len(sequence.request.prompt)]
-        return plan, known
+            tokens = tokens[: len(sequence.request.prompt)]
+        return plan, tokens
 
-    def _length(self, requests: Several[Request]) -> int:
+    def _length(self, requests: Sequence[Request]) -> int:
+        """The longest sequence that may result, in tokens."""
         longest = max(len(r.prompt) + r.new_tokens for r in requests)
         return min(longest, self.cache.layout.context_length)
 
 
-def common_prefix(a: Several[int], b: Several[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the longest common prefix."""
     shortest = min(len(a), len(b))
     return next((i for i in range(shortest) if a[i] != b[i]), shortest)

@@ -1,13 +1,13 @@
 """From logits to a token: repetition penalty, temperature, top-k, top-p, min-p. Pure functions.
 
-The filters apply one after the other, each to what the last one left: the penalty lowers the logits
-of tokens already seen, temperature shapes the probabilities, top-k keeps the k likeliest tokens,
-top-p the fewest of those that together hold a share p of what is left, min-p those at least min_p
-times as likely as the likeliest. Between equal tokens the smaller id goes first.
+The filters are applied in this order, each to the result of the one before: the penalty lowers the
+logits of tokens already seen, temperature scales logits, top-k keeps the k likeliest tokens, top-p
+the fewest of those whose probabilities sum to p, min-p those at least min_p times as likely as the
+likeliest. Of equally likely tokens the smaller id ranks first.
 
-A draw is a race: token i arrives after noise_i / p_i, with noise from the exponential distribution,
-and the first one wins. Every token has noise of its own, keyed by (seed, position): two predictions
-that are close then choose the same token nearly always, which is what lets a draft be accepted.
+A token is drawn as argmin_i noise_i / p_i with exponential noise, the exponential form of the
+Gumbel-max trick. The noise is keyed by (seed, position), so two predictions that are close nearly
+always choose the same token, which is why drafts are accepted when sampling.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Tensor
 from parcae.config import require
 from parcae.rng import keyed_generator
 
-FEW = 512
-"""Tokens among which top-p looks first; nearly always it keeps fewer."""
+TOP_P_CANDIDATES = 512
+"""Tokens among which top-p looks first; it nearly always keeps fewer."""
 
 
 class BrokenLogits(ValueError):
-    """A model that predicts nothing."""
+    """The model's logits are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen; valid once it exists."""
+    """How a token is chosen from logits."""
 
     temperature: float = 1.0
     """0 takes the likeliest token."""
@@ -44,19 +44,19 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    """Above 1: positive logits of tokens seen are divided by it, negative ones multiplied."""
+    """Positive logits of tokens already seen are divided by it, negative ones multiplied."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing but the logits decides."""
+        """Whether the choice is the argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
     def __post_init__(self) -> None:
         for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, key)
             number = isinstance(value, Real) and not isinstance(value, bool)
-            missing = value is None and key in ("top_p", "min_p")
-            require(number or missing, key, f"{value!r} is not a number", "Give one, such as 0.9.")
+            omitted = value is None and key in ("top_p", "min_p")
+            require(number or omitted, key, f"{value!r} is not a number", "Give one, such as 0.9.")
         _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "Use 0 or more.")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 1e-3 <= penalty <= 1e3, "Use 1 for none, or more.")
@@ -74,25 +74,25 @@ def _check(key: str, value: object, fits: bool, remedy: str) -> None:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """What each token is drawn with, [..., V] in float64; tokens that were filtered out have 0."""
+    """The probability of each token [..., V] in float64; 0 for tokens that are filtered out."""
     logits = logits.double()
     check_logits(logits)
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, best, 1.0)
     top = logits.max(-1, keepdim=True).values
-    # First down from the top: a tiny temperature then gives zeros, not an overflow.
-    chances = ((logits - top) / sampling.temperature).softmax(-1)
+    # Subtract the maximum first: a tiny temperature then gives zeros, not an overflow.
+    probs = ((logits - top) / sampling.temperature).softmax(-1)
     if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
-        return chances
-    rows = [_filtered(row, sampling) for row in chances.reshape(-1, chances.shape[-1])]
-    return torch.stack(rows).reshape_as(chances)
+        return probs
+    rows = [_filtered(row, sampling) for row in probs.reshape(-1, probs.shape[-1])]
+    return torch.stack(rows).reshape_as(probs)
 
 
-def _filtered(chances: Tensor, sampling: Sampling) -> Tensor:
-    """One row [V]. Every filter keeps the first so many of the ranking."""
-    order = _rank(chances, sampling)
-    ranked = chances[order]
+def _filtered(probs: Tensor, sampling: Sampling) -> Tensor:
+    """One row [V]. Every filter keeps a prefix of the ranking."""
+    order = _rank(probs, sampling)
+    ranked = probs[order]
     if sampling.top_k is not None:
         ranked = ranked[: sampling.top_k]
         ranked = ranked / ranked.sum()
@@ -101,34 +101,34 @@ def _filtered(chances: Tensor, sampling: Sampling) -> Tensor:
         ranked = ranked[: int((before < sampling.top_p).sum())]
     if sampling.min_p is not None:
         ranked = ranked[ranked >= sampling.min_p * ranked[0]]
-    kept = torch.zeros_like(chances)
+    kept = torch.zeros_like(probs)
     kept[order[: len(ranked)]] = ranked / ranked.sum()
     return kept
 
 
-def _rank(chances: Tensor, sampling: Sampling) -> Tensor:
-    """Ids of all tokens that the filters could keep, likeliest first, of equals the smaller id.
+def _rank(probs: Tensor, sampling: Sampling) -> Tensor:
+    """Ids of all tokens that the filters could keep, likeliest first, ties by id.
 
-    Sorting a whole vocabulary takes longer than a loop, so tokens below a bound that is found
-    without sorting are left out.
+    Sorting a whole vocabulary takes longer than a loop, so tokens below a bound that can be found
+    without sorting are omitted.
     """
-    floor = chances.new_zeros(())
+    floor = probs.new_zeros(())
     if sampling.top_k is not None:
-        if sampling.top_k < len(chances):
-            floor = chances.topk(sampling.top_k).values[-1]
+        if sampling.top_k < len(probs):
+            floor = probs.topk(sampling.top_k).values[-1]
     else:
-        if sampling.min_p is not None:  # a little lower, so that rounding decides nothing here
-            floor = chances.max() * sampling.min_p * (1 - 1e-9)
-        if sampling.top_p is not None and len(chances) > FEW:
-            likeliest = chances.topk(FEW).values
+        if sampling.min_p is not None:  # a little lower, to be safe against rounding
+            floor = probs.max() * sampling.min_p * (1 - 1e-9)
+        if sampling.top_p is not None and len(probs) > TOP_P_CANDIDATES:
+            likeliest = probs.topk(TOP_P_CANDIDATES).values
             if likeliest.sum() > sampling.top_p + 1e-9:
                 floor = torch.maximum(floor, likeliest[-1])
-    ids = (chances >= floor).nonzero()[:, 0]
-    return ids[chances[ids].sort(descending=True, stable=True).indices]
+    ids = (probs >= floor).nonzero()[:, 0]
+    return ids[probs[ids].sort(descending=True, stable=True).indices]
 
 
 def check_logits(logits: Tensor) -> None:
-    """NaN anywhere, infinity, or nothing but minus infinity: the maximum shows them all."""
+    """BrokenLogits for NaN, infinity, or only minus infinity: the maximum shows all of them."""
     check_largest(bool(logits.amax(-1).isfinite().all()))
 
 
@@ -140,31 +140,32 @@ def check_largest(finite: bool) -> None:
 
 
 def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tensor:
-    """Logits [V] with those of tokens already seen lowered."""
+    """Logits [V] with the repetition penalty applied to tokens already seen."""
     if sampling.repetition_penalty == 1.0 or not seen:
         return logits
     ids = torch.tensor(sorted(set(seen)), device=logits.device)
-    held = logits[ids]
+    selected = logits[ids]
     factor = sampling.repetition_penalty
-    return logits.index_copy(0, ids, torch.where(held > 0, held / factor, held * factor))
+    lowered = torch.where(selected > 0, selected / factor, selected * factor)
+    return logits.index_copy(0, ids, lowered)
 
 
 @lru_cache(maxsize=64)
 def noise(seed: int, position: int, size: int) -> Tensor:
-    """What decides the token at `position`, whoever asks for it: [V] in float64. A draft and the
-    text ask for the same, one after the other; nobody may change it."""
+    """The noise of the token at `position` [V] in float64. Cached because a draft and its
+    verification use the same; do not modify it."""
     generator = keyed_generator(seed, position, 0, "sample")
     return torch.empty(size, dtype=torch.float64).exponential_(generator=generator)
 
 
-def choose(chances: Tensor, noise: Tensor) -> Tensor:
-    """The token that arrives first; one with probability 0 never does. Both are [..., V]."""
-    return (chances / noise.clamp(min=1e-300)).argmax(-1)
+def choose(probs: Tensor, noise: Tensor) -> Tensor:
+    """argmin of noise / probs over [..., V]; a token with probability 0 is never chosen."""
+    return (probs / noise.clamp(min=1e-300)).argmax(-1)
 
 
 def likeliest(logits: np.ndarray) -> int:
-    """Of equals the first."""
-    best = int(logits.argmax())  # not a number counts as the largest
+    """The argmax, the first of equals; BrokenLogits if it is not finite."""
+    best = int(logits.argmax())  # argmax finds NaN
     check_largest(math.isfinite(logits[best]))
     return best
 
@@ -174,5 +175,5 @@ def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Seq
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
         return likeliest(logits.detach().numpy())
-    chances = probabilities(logits, sampling)
-    return int(choose(chances, noise(seed, position, len(chances))))
+    probs = probabilities(logits, sampling)
+    return int(choose(probs, noise(seed, position, len(probs))))

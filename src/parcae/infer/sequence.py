@@ -1,41 +1,154 @@
-"""One request being served: its tokens, and what has become of them."""
+"""A request while it is decoded: its tokens, their text, and what is returned for it.
+
+TextStream        ids to text, whole characters only, without stop strings
+RunningSequence   the state of one request in the engine
+Piece             one step of a stream
+Completion        the result
+Meter             speed and depth of a stream
+"""
 
 from __future__ import annotations
 
+import codecs
+import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.request import Completion, Finish, Piece, Request, TokenLogprob
+from parcae.infer.request import Request
 from parcae.infer.sampling import BrokenLogits, likeliest, pick
-from parcae.infer.text import TextStream
+
+Finish = Literal["length", "context", "stop", "error"]
 
 
-class Sequence:
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Under the model's own distribution, before temperature and filters."""
+
+    token: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The continuation of a prompt."""
+
+    tokens: tuple[int, ...]
+    """All generated tokens, without a stop token. They include the tokens of a stop string, so
+    they may spell more than `text`."""
+    text: str | None
+    """The text up to a stop string. None if the engine has no tokenizer."""
+    finish: Finish
+    """`length`: new_tokens are generated; `context`: the context is full; `stop`: a stop token or
+    stop string appeared."""
+    loops: tuple[int, ...]
+    """For each token, the loops of the token it was predicted from."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    reused: int = 0
+    """Tokens of the prompt that were in the cache already."""
+    drafted: int = 0
+    accepted: int = 0
+    """Drafted tokens that full depth agreed with."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a stream."""
+
+    token: int | None
+    text: str
+    loops: int
+    completion: Completion | None = None
+    """Set in the last piece."""
+
+
+class TextStream:
+    """Decodes ids one at a time: `push` returns the text that is certain, `finish` the rest.
+
+    A character whose bytes are spread over several tokens is returned with the last of them. Text
+    that may be the start of a stop string is held back until that is decided. The stop string that
+    is complete first ends the text, the longest if several are; so the result does not depend on
+    how the text is split into tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._bytes = tokenizer.token_bytes
+        self._ids: list[int] = []
+        self._decoded_length = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._stops = tuple(stops)
+        self._held_back = ""
+        self.stopped = False
+        """Whether a stop string has appeared; it and all text after it are dropped."""
+
+    def push(self, token: int) -> str:
+        if not self._tokenizer.is_byte_level:
+            return self._release(self._decode_all(token))
+        # A model's vocabulary may be larger than its tokenizer's.
+        token_bytes = self._bytes[token] if token < len(self._bytes) else b""
+        return self._release(self._decoder.decode(token_bytes))
+
+    def _decode_all(self, token: int) -> str:
+        """The text that a token adds, for tokenizers whose tokens are not byte strings."""
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith("\ufffd"):
+            return ""
+        new, self._decoded_length = text[self._decoded_length :], len(text)
+        return new
+
+    def finish(self) -> str:
+        text = self._release(self._decoder.decode(b"", final=True))
+        rest, self._held_back = self._held_back, ""
+        return text if self.stopped else text + rest
+
+    def _release(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        text = self._held_back + text
+        starts = [(text.find(stop), stop) for stop in self._stops]
+        matches = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        if matches:
+            self.stopped, self._held_back = True, ""
+            return text[: min(matches)[1]]
+        count = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held_back = text[len(text) - count :]
+        return text[: len(text) - count]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest suffix of `text` with which `stop` begins."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class RunningSequence:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, context: int) -> None:
         self.request, self.context = request, context
         self.tokens = list(request.prompt)
         self.row = -1
         self.computed = 0
-        """Tokens whose keys and values are in the cache, at full depth."""
+        """Tokens whose keys and values are in the cache at full depth."""
         self.reused = self.drafted = self.accepted = 0
         self.loops: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
         self.error: BrokenLogits | None = None
-        """Why it ended, where the model had nothing to say; others go on."""
-        self.state: Tensor | None = None
-        """Where the last token's loop ended [d_h], for starts that want it."""
+        """Set if the model's logits were not finite; other sequences continue."""
         self.pieces: deque[Piece] = deque()
-        """Not yet handed to whoever streams."""
+        """Not yet taken by the caller of a stream."""
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
         self._text: list[str] = []
 
     @property
-    def made(self) -> int:
+    def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
@@ -44,16 +157,16 @@ class Sequence:
         last = min(len(self.request.prompt) + self.request.new_tokens, self.context + 1)
         return last - len(self.tokens)
 
-    def choose(self, logits: np.ndarray, ahead: tuple[int, ...] = ()) -> int:
-        """The token after those there are and those a draft has put ahead."""
+    def choose(self, logits: np.ndarray, draft: tuple[int, ...] = ()) -> int:
+        """The token that follows the tokens so far and those of a draft."""
         request, seen = self.request, self.tokens
-        if ahead:
-            seen = [*self.tokens, *ahead]
+        if draft:
+            seen = [*self.tokens, *draft]
         try:
             if request.sampling.is_greedy:
                 return likeliest(logits)
-            given = torch.from_numpy(logits)
-            return pick(given, request.sampling, request.seed, len(seen), seen)
+            tensor = torch.from_numpy(logits)
+            return pick(tensor, request.sampling, request.seed, len(seen), seen)
         except BrokenLogits as error:
             self.error, self.finish = error, "error"
             return 0
@@ -63,7 +176,7 @@ class Sequence:
             raise self.error
 
     def accept(self, token: int, loops: int, logits: np.ndarray) -> None:
-        """One more token, predicted from all there were; it may be the last."""
+        """Append a token that was predicted from all tokens before it; it may be the last."""
         if self.error is not None:
             return
         self.computed = len(self.tokens)
@@ -78,7 +191,7 @@ class Sequence:
         self._text.append(text)
         if self._stream is not None and self._stream.stopped:
             self._end("stop", token, loops, text)
-        elif self.made == self.request.new_tokens:
+        elif self.generated == self.request.new_tokens:
             self._end("length", token, loops, text)
         elif self.room == 0:
             self._end("context", token, loops, text)
@@ -90,7 +203,7 @@ class Sequence:
             rest = self._stream.finish()
             self._text.append(rest)
             text += rest
-            if self._stream.stopped:  # what was held back may have been the end of a stop string
+            if self._stream.stopped:  # the text held back may complete a stop string
                 finish = "stop"
         self.finish = finish
         self.pieces.append(Piece(token, text, loops, self.completion()))
@@ -111,7 +224,46 @@ class Sequence:
 
 
 def _logprob(token: int, logits: np.ndarray, alternatives: int) -> TokenLogprob:
-    chances = torch.from_numpy(logits).double().log_softmax(-1)
-    best = torch.topk(chances, alternatives)
+    log_probs = torch.from_numpy(logits).double().log_softmax(-1)
+    best = torch.topk(log_probs, alternatives)
     pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TokenLogprob(token, float(chances[token]), pairs)
+    return TokenLogprob(token, float(log_probs[token]), pairs)
+
+
+class Meter:
+    """Measures a stream while the caller iterates over it:
+
+    for piece in meter.watch(engine.stream("import ")): ...
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.tokens: list[int] = []
+        self.loops: list[int] = []
+        self.completion: Completion | None = None
+        """None until the text has ended."""
+        self.first: float | None = None
+        """Seconds until the first token, mostly for reading the prompt."""
+        self._last = 0.0
+
+    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        start = self._clock()
+        for piece in pieces:
+            now = self._clock() - start
+            if piece.token is not None:
+                self.first = now if self.first is None else self.first
+                self._last = now
+                self.tokens.append(piece.token)
+                self.loops.append(piece.loops)
+            self.completion = piece.completion
+            yield piece
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first; None with fewer than two tokens."""
+        seconds = 0.0 if self.first is None else self._last - self.first
+        return (len(self.tokens) - 1) / seconds if seconds > 0 else None
+
+    @property
+    def mean_loops(self) -> float | None:
+        return sum(self.loops) / len(self.loops) if self.loops else None

@@ -1,1 +1,1 @@
-"""Layers for a few tokens at a time on a CPU, in C++: built once by the machine's own compiler."""
+"""A whole pass over a few tokens on a CPU in C++, compiled on first use by the local compiler."""

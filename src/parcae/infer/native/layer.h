@@ -1,4 +1,4 @@
-// One residual block for the tokens of a pass: what infer/layers.py computes.
+// One residual block for the tokens of a pass; the same computation as infer/layers.py.
 
 #pragma once
 
@@ -9,10 +9,10 @@ extern "C" {
 
 struct Layer {
     Matrix inner, outer, fc, proj;
-    const float* after_attention;  // scales of the norms after, or null
-    const float* after_mlp;
-    const float* values;           // value embeddings [vocabulary, kv_heads * head_dim], or null
-    float norm_floor, qk_floor;    // D eps and E eps; a negative qk_floor is no norm
+    const float* norm_after_attention;  // scales of the norms after, or null
+    const float* norm_after_mlp;
+    const float* value_table;    // value embeddings [vocabulary, kv_heads * head_dim], or null
+    float norm_floor, qk_floor;  // D eps and E eps; a negative qk_floor means no norm
     float score_scale;
     int32_t heads, kv_heads, head_dim, gated_mlp;
 };
@@ -21,89 +21,91 @@ struct Layer {
 
 namespace {
 
-// Tokens that take part. What is kept from layer to layer lies by their place in the pass; what a
-// layer needs in between is packed, as if the others did not exist.
+// The active tokens of a pass. States are indexed by the token's index in the pass; intermediate
+// results of a layer are packed: they have rows for the active tokens only.
 struct Tokens {
     int64_t count;
-    const int64_t* index;  // null: all of them
+    const int64_t* indices;  // null: all tokens
     const int64_t *ids, *rows, *positions;
-    int64_t place(int64_t t) const { return index ? index[t] : t; }
+    int64_t index(int64_t t) const { return indices ? indices[t] : t; }
 };
 
 // A layer's part of the cache [row, position, 2, kv_heads, head_dim].
-struct Kept {
+struct KvCache {
     float* data;
     int64_t row_stride;
 };
 
 struct Scratch {
-    float *made, *mixed, *hidden, *before, *drive, *x;  // of all threads
-    float *shares, *shares_before, *moved;
+    // shared by all threads
+    float *projected, *attended, *hidden, *previous_state, *drive, *x;
+    float *log_probs, *previous_log_probs, *divergence;
     int32_t* candidates;
-    float *normed, *scores;                             // of this one
-    int64_t scores_room;
+    // of this thread
+    float *normed, *scores;
+    int64_t scores_stride;
 };
 
-// x / sqrt(|x|^2 + floor), packed. Every thread makes its own, which is quicker than to meet.
+// x / sqrt(|x|^2 + floor), packed. Every thread computes all of it, which is faster than a barrier.
 void unit_norm(const float* x, int64_t width, float floor, const Tokens& tokens, float* out) {
     for (int64_t t = 0; t < tokens.count; t++) {
-        const float* from = x + tokens.place(t) * width;
-        float factor = 1 / std::sqrt(dot(from, from, width) + floor);
-        for (int64_t i = 0; i < width; i++) out[t * width + i] = from[i] * factor;
+        const float* row = x + tokens.index(t) * width;
+        float factor = 1 / std::sqrt(dot(row, row, width) + floor);
+        for (int64_t i = 0; i < width; i++) out[t * width + i] = row[i] * factor;
     }
 }
 
 void scaled_norm(const Team& team, float* x, int64_t width, float floor, const float* scale,
                  const Tokens& tokens) {
     for (int64_t t = team.rank; t < tokens.count; t += team.size) {
-        float* row = x + tokens.place(t) * width;
+        float* row = x + tokens.index(t) * width;
         float factor = 1 / std::sqrt(dot(row, row, width) + floor);
         for (int64_t i = 0; i < width; i++) row[i] *= factor * scale[i];
     }
-    team.meet();
+    team.sync();
 }
 
-// Queries and keys turned by their positions; keys and values into the cache.
-void remember(const Team& team, const Layer& layer, const Tokens& tokens, const Kept& kept,
-              const float* phases, float* made) {
+// Apply rotary embeddings to queries and keys; write keys and values into the cache.
+void write_kv(const Team& team, const Layer& layer, const Tokens& tokens, const KvCache& kv,
+              const float* phases, float* projected) {
     const int64_t H = layer.heads, K = layer.kv_heads, E = layer.head_dim;
     for (int64_t job = team.rank; job < tokens.count * (H + K); job += team.size) {
-        int64_t t = job / (H + K), h = job % (H + K), at = tokens.place(t);
-        float* row = made + t * layer.inner.out;
-        turn(row + h * E, phases + tokens.positions[at] * E, E, layer.qk_floor);
+        int64_t t = job / (H + K), h = job % (H + K), at = tokens.index(t);
+        float* row = projected + t * layer.inner.out;
+        apply_rope(row + h * E, phases + tokens.positions[at] * E, E, layer.qk_floor);
         if (h < H) continue;
-        float* key = kept.data + tokens.rows[at] * kept.row_stride +
+        float* key = kv.data + tokens.rows[at] * kv.row_stride +
                      tokens.positions[at] * 2 * K * E + (h - H) * E;
         float* value = key + K * E;
         std::memcpy(key, row + h * E, E * sizeof(float));
         std::memcpy(value, row + (h + K) * E, E * sizeof(float));
-        if (!layer.values) continue;
-        const float* extra = layer.values + (tokens.ids[at] * K + h - H) * E;
+        if (!layer.value_table) continue;
+        const float* extra = layer.value_table + (tokens.ids[at] * K + h - H) * E;
         float gate = 2 / (1 + std::exp(-row[(H + 2 * K) * E + h - H]));
         for (int64_t i = 0; i < E; i++) value[i] += gate * extra[i];
     }
-    team.meet();
+    team.sync();
 }
 
-// Every thread takes a run of heads, token by token.
-void attend_all(const Team& team, const Layer& layer, const Tokens& tokens, const Kept& kept,
+// Each thread computes a range of (token, head) pairs.
+void attend_all(const Team& team, const Layer& layer, const Tokens& tokens, const KvCache& kv,
                 const Scratch& scratch) {
     const int64_t H = layer.heads, K = layer.kv_heads, E = layer.head_dim;
     int64_t job, end;
     team.share(tokens.count * H, 1, job, end);
     while (job < end) {
         int64_t t = job / H, first = job % H, last = std::min(H, first + end - job);
-        int64_t at = tokens.place(t);
+        int64_t at = tokens.index(t);
         Heads heads{first, last, H / K, E, 2 * K * E, layer.score_scale};
-        attend(heads, scratch.made + t * layer.inner.out,
-               kept.data + tokens.rows[at] * kept.row_stride, tokens.positions[at] + 1,
-               scratch.scores, scratch.scores_room, scratch.mixed + t * H * E);
+        attend(heads, scratch.projected + t * layer.inner.out,
+               kv.data + tokens.rows[at] * kv.row_stride, tokens.positions[at] + 1,
+               scratch.scores, scratch.scores_stride, scratch.attended + t * H * E);
         job += last - first;
     }
-    team.meet();
+    team.sync();
 }
 
-void expand(const Team& team, const Layer& layer, const Tokens& tokens, const Scratch& scratch) {
+void mlp_hidden(const Team& team, const Layer& layer, const Tokens& tokens, const Scratch& scratch) {
     const int64_t hidden = layer.proj.in;
     if (!layer.gated_mlp) {
         multiply(team, layer.fc, scratch.normed, tokens.count,
@@ -111,49 +113,50 @@ void expand(const Team& team, const Layer& layer, const Tokens& tokens, const Sc
                      auto positive = y < 0.0f ? decltype(y){} : y;
                      store(scratch.hidden + t * hidden + row, positive * positive);
                  });
-        team.meet();
+        team.sync();
         return;
     }
-    float* both = scratch.made;
+    float* gate_and_up = scratch.projected;
     multiply(team, layer.fc, scratch.normed, tokens.count, [&](int64_t t, int64_t row, auto y) {
-        store(both + t * 2 * hidden + row, y);
+        store(gate_and_up + t * 2 * hidden + row, y);
     });
-    team.meet();
+    team.sync();
     int64_t begin, end;
     team.share(hidden, LANES, begin, end);
     for (int64_t t = 0; t < tokens.count; t++)
         for (int64_t i = begin; i < end; i++) {
-            float gate = both[t * 2 * hidden + i], up = both[t * 2 * hidden + hidden + i];
+            const float* row = gate_and_up + t * 2 * hidden;
+            float gate = row[i], up = row[hidden + i];
             scratch.hidden[t * hidden + i] = gate / (1 + std::exp(-gate)) * up;
         }
-    team.meet();
+    team.sync();
 }
 
-// x by the tokens' places, in place.
-void run_layer(const Team& team, const Layer& layer, const Tokens& tokens, const Kept& kept,
+// Updates x, indexed by the tokens' indices, in place.
+void run_layer(const Team& team, const Layer& layer, const Tokens& tokens, const KvCache& kv,
                const float* phases, float* x, const Scratch& scratch) {
     const int64_t width = layer.inner.in;
     auto add = [&](int64_t t, int64_t row, auto y) {
-        float* cell = x + tokens.place(t) * width + row;
-        store(cell, load_as<decltype(y)>(cell) + y);
+        float* target = x + tokens.index(t) * width + row;
+        store(target, load_as<decltype(y)>(target) + y);
     };
     unit_norm(x, width, layer.norm_floor, tokens, scratch.normed);
     multiply(team, layer.inner, scratch.normed, tokens.count, [&](int64_t t, int64_t row, auto y) {
-        store(scratch.made + t * layer.inner.out + row, y);
+        store(scratch.projected + t * layer.inner.out + row, y);
     });
-    team.meet();
-    remember(team, layer, tokens, kept, phases, scratch.made);
-    attend_all(team, layer, tokens, kept, scratch);
-    multiply(team, layer.outer, scratch.mixed, tokens.count, add);
-    team.meet();
-    if (layer.after_attention)
-        scaled_norm(team, x, width, layer.norm_floor, layer.after_attention, tokens);
+    team.sync();
+    write_kv(team, layer, tokens, kv, phases, scratch.projected);
+    attend_all(team, layer, tokens, kv, scratch);
+    multiply(team, layer.outer, scratch.attended, tokens.count, add);
+    team.sync();
+    if (layer.norm_after_attention)
+        scaled_norm(team, x, width, layer.norm_floor, layer.norm_after_attention, tokens);
     unit_norm(x, width, layer.norm_floor, tokens, scratch.normed);
-    expand(team, layer, tokens, scratch);
+    mlp_hidden(team, layer, tokens, scratch);
     multiply(team, layer.proj, scratch.hidden, tokens.count, add);
-    team.meet();
-    if (layer.after_mlp)
-        scaled_norm(team, x, width, layer.norm_floor, layer.after_mlp, tokens);
+    team.sync();
+    if (layer.norm_after_mlp)
+        scaled_norm(team, x, width, layer.norm_floor, layer.norm_after_mlp, tokens);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The stages of a network for a few tokens on a CPU: each one call of C++, or all of them one."""
+"""A whole pass for a few tokens on a CPU, from ids to logits, in one call of C++."""
 
 from __future__ import annotations
 
@@ -6,185 +6,134 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache
-from parcae.infer.exit import compared_tokens
+from parcae.infer.exit import ExitRule, compared_tokens
 from parcae.infer.layers import Layer
-from parcae.infer.native.fields import LayerFields, ModelFields, address, numbers
-from parcae.infer.native.kernels import MOST_TOKENS, Kernels, matrix_fields, threads_for
-from parcae.infer.work import Work
+from parcae.infer.native.kernels import (
+    MAX_TOKENS,
+    Kernels,
+    LayerFields,
+    MatrixFields,
+    ModelFields,
+    address,
+    int64_array,
+    thread_count,
+)
 
 if TYPE_CHECKING:
-    from parcae.infer.network import Network
+    from parcae.infer.network import LinearMix, Network
 
-
-MEASURES = {"state": 0, "kl": 1, "entropy": 2}
-"""As `predictions.h` numbers them."""
-
-
-class Depth(NamedTuple):
-    """When the parts of a pass stop looping."""
-
-    limits: Sequence[int]
-    """After so many loops."""
-    least_changes: Sequence[float]
-    """Or when a loop changes less than this; 0 is never."""
-    kinds: Sequence[str | None]
-    """The rules that say what it has to change."""
-    settled: Sequence[int]
-    """Slots of the loops up to this one receive the keys and values of the last that was run."""
-
-    @property
-    def measures(self) -> list[int]:
-        """What is looked at after every loop; predictions only where they can be a reason to stop,
-        which takes two."""
-        each = zip(self.kinds, self.least_changes, self.limits, strict=True)
-        return [
-            MEASURES.get(kind or "", 0) if least > 0 and limit > 1 else 0
-            for kind, least, limit in each
-        ]
+SUPPORTED_EXITS = ("budget", "kl", "state")
+"""The exit rules that C++ implements."""
 
 
 class NativeNetwork:
-    def __init__(self, network: Network, kernels: Kernels) -> None:
+    def __init__(self, network: Network, mix: LinearMix, kernels: Kernels) -> None:
         self.network, self.kernels = network, kernels
         stacks = (network.prelude, network.core, network.coda)
         layers = [layer for stack in stacks for layer in stack.layers]
         tables = [network.value_tables.get(number) for number in range(len(layers))]
-        filled = map(_layer_fields, layers, tables)
-        self._layers = (LayerFields * max(1, len(layers)))(*filled)
-        self._model = _model_fields(network, self._layers)
-        sizes = [sum(one.stored.numel() for one in layer.matrices) for layer in layers]
-        self._products = max(sizes, default=0)
+        self._layers = (LayerFields * max(1, len(layers)))(*map(_layer_fields, layers, tables))
+        self._model = _model_fields(network, mix, self._layers)
+        sizes = [sum(matrix.stored.numel() for matrix in layer.matrices) for layer in layers]
+        self._largest_layer = max(sizes, default=0)
         self._scratch: dict[int, Tensor] = {}
 
-    def takes(self, work: Work) -> bool:
-        return 0 < work.tokens <= MOST_TOKENS
+    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
+        """Whether C++ can run this pass: few tokens, and no exit rule that it does not have."""
+        if not 0 < len(batch) <= MAX_TOKENS:
+            return False
+        return all(rule is None or rule.name in SUPPORTED_EXITS for rule in exits or ())
 
-    def begin(self, work: Work, cache: Cache) -> Tensor:
-        drive = self._states(work)
-        self._run(work, cache, torch.empty_like(drive), drive=drive, begins=True)
-        return drive
-
-    def loop(self, h: Tensor, drive: Tensor, work: Work, cache: Cache, loops: range) -> Tensor:
-        if not self._model.core:
-            return drive
-        h = h.clone(memory_format=torch.contiguous_format)
-        self._run(work, cache, h, drive=drive.contiguous(), loops=loops)
-        return h
-
-    def read(self, h: Tensor, work: Work, cache: Cache) -> Tensor:
-        x = _empty(work.tokens, self.network.config.width)
-        self._run(work, cache, h.contiguous(), x=x, reads=True)
-        return x
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.kernels.multiply(self.network.head, x)
-
-    def all_at_once(
+    def forward(
         self,
-        work: Work,
+        batch: Batch,
         cache: Cache,
-        loops: range,
-        depth: Depth | None,
-        start: Tensor | None,
+        max_loops: Sequence[int],
+        exits: Sequence[ExitRule | None] | None,
         predict: Sequence[int],
     ) -> tuple[Tensor, Tensor, list[int]]:
-        """Logits of the tokens to predict from, states, and how often each token has looped, where
-        `depth` was given. States begin at zero, or at `start`."""
-        if not self._model.core:
-            depth, loops = None, range(0)
-        watches = depth is not None and any(depth.measures)
-        wanted = range(work.tokens) if watches else predict
+        """Logits of the tokens in `predict`, final states [N, d_h], and the loops of each span."""
+        loops = range(1, max(max_loops) + 1) if self._model.core else range(0)
+        has_depths = bool(loops) and (exits is not None or len(set(max_loops)) > 1)
+        rules = [None] * len(max_loops) if exits is None else exits
+        limits, min_changes, watched = _stopping(max_loops, rules) if has_depths else ([], [], [])
+        wanted = range(len(batch)) if any(watched) else predict
         logits = _empty(len(wanted), self.network.config.vocab_size)
-        state = self._states(work)
-        if start is not None:
-            state.copy_(start)
-        ran = self._run(
-            work,
-            cache,
-            state,
-            begins=True,
-            from_zero=start is None,
-            loops=loops,
-            depth=depth,
-            reads=True,
-            predict=wanted,
-            logits=logits,
-        )
-        return logits if wanted == predict else logits[list(predict)], state, ran
-
-    def _run(
-        self,
-        work: Work,
-        cache: Cache,
-        state: Tensor,
-        *,
-        begins: bool = False,
-        from_zero: bool = False,
-        loops: range = range(0),
-        depth: Depth | None = None,
-        reads: bool = False,
-        drive: Tensor | None = None,
-        x: Tensor | None = None,
-        predict: Sequence[int] = (),
-        logits: Tensor | None = None,
-    ) -> list[int]:
-        threads = threads_for(self._products * work.tokens)
-        places = [numbers(some) for some in (work.ids, work.rows, work.positions)]
-        slots, predict = numbers(map(cache.policy.slot, loops)), numbers(predict)
-        limits = settled = least = measures = order = ran = index = None
-        watched = 0
-        if depth is not None:
-            limits, settled = numbers(work.each(depth.limits)), numbers(work.each(depth.settled))
-            measures = numbers(work.each(depth.measures))
-            watched = work.tokens - measures.count(0)
-            order = numbers(sorted(range(work.tokens), key=lambda token: not measures[token]))
-            ran, index = numbers(order), numbers(order)
-            if any(depth.least_changes):
-                least = array("f", work.each(depth.least_changes))
+        state = _empty(len(batch), self.network.config.core_block.width)
+        threads = thread_count(self._largest_layer * len(batch))
+        tokens = [int64_array(values) for values in (batch.ids, batch.rows, batch.positions)]
+        slots, predicted = int64_array(map(cache.policy.slot, loops)), int64_array(wanted)
+        limit = settled = min_change = order = ran = index = None
+        watched_count = 0
+        if has_depths:
+            limit, settled = (int64_array(batch.expand(x)) for x in (limits, max_loops))
+            is_watched = batch.expand(watched)
+            watched_count = sum(is_watched)
+            order = int64_array(sorted(range(len(batch)), key=lambda token: not is_watched[token]))
+            ran, index = int64_array(order), int64_array(order)
+            if any(min_changes):
+                min_change = array("f", batch.expand(min_changes))
         fields = (
-            work.tokens,
-            *map(address, places),
-            *cache.places,
-            begins,
-            reads,
-            from_zero,
+            len(batch),
+            *map(address, tokens),
+            *cache.addresses,
             len(loops),
-            *map(address, (slots, limits, settled, least, measures)),
-            watched,
-            *map(address, (order, ran, index, state, drive, x)),
-            len(predict),
-            *map(address, (predict, logits, self._room(threads))),
+            *map(address, (slots, limit, settled, min_change)),
+            watched_count,
+            *map(address, (order, ran, index, state)),
+            len(predicted),
+            *map(address, (predicted, logits, self._scratch_for(threads))),
             threads,
         )
-        self.kernels.run(self._model, numbers(fields))
-        return [] if ran is None else ran.tolist()
+        self.kernels.run(self._model, int64_array(fields))
+        if wanted != predict:
+            logits = logits[list(predict)]
+        if ran is None:
+            return logits, state, list(max_loops)
+        return logits, state, [ran[token] for token in batch.last_indices]
 
-    def _states(self, work: Work) -> Tensor:
-        return _empty(work.tokens, self.network.config.core_block.width)
-
-    def _room(self, threads: int) -> Tensor:
+    def _scratch_for(self, threads: int) -> Tensor:
         if threads not in self._scratch:
-            self._scratch[threads] = self.kernels.scratch(self._model, MOST_TOKENS, threads)
+            self._scratch[threads] = self.kernels.scratch(self._model, MAX_TOKENS, threads)
         return self._scratch[threads]
+
+
+def _stopping(
+    max_loops: Sequence[int], exits: Sequence[ExitRule | None]
+) -> tuple[list[int], list[float], list[bool]]:
+    """For each span: its largest number of loops; the change below which it stops, 0 for never;
+    and whether that is a change of predictions, which need two loops to compare."""
+    limits, min_changes, watched = [], [], []
+    for limit, rule in zip(max_loops, exits, strict=True):
+        min_change = 0.0
+        if rule is not None and rule.name == "budget":
+            limit = min(limit, int(rule.threshold))
+        elif rule is not None:
+            min_change = rule.threshold
+        limits.append(limit)
+        min_changes.append(min_change)
+        watched.append(rule is not None and rule.name == "kl" and min_change > 0 and limit > 1)
+    return limits, min_changes, watched
 
 
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _layer_fields(layer: Layer, values: Tensor | None) -> LayerFields:
+def _layer_fields(layer: Layer, value_table: Tensor | None) -> LayerFields:
     head_dim = layer.shape.head_dim
     after = (None, None) if layer.after is None else layer.after
     return LayerFields(
-        *map(matrix_fields, layer.matrices),
+        *map(MatrixFields.of, layer.matrices),
         *(None if norm is None else address(norm.scale) for norm in after),
-        address(values),
+        address(value_table),
         float(layer.norm.floor) ** 2,
         -1.0 if layer.qk_norm is None else float(layer.qk_norm.floor) ** 2,
         1 / math.sqrt(head_dim) if layer.qk_norm is None else math.sqrt(head_dim),
@@ -195,7 +144,7 @@ def _layer_fields(layer: Layer, values: Tensor | None) -> LayerFields:
     )
 
 
-def _model_fields(network: Network, layers: ctypes.Array) -> ModelFields:
+def _model_fields(network: Network, mix: LinearMix, layers: ctypes.Array) -> ModelFields:
     config, layout = network.config, network.layout
     norm = network.prelude_norm
     return ModelFields(
@@ -210,11 +159,11 @@ def _model_fields(network: Network, layers: ctypes.Array) -> ModelFields:
         None if norm is None else address(norm.scale),
         address(network.final_norm.scale),
         float(network.final_norm.unit.floor) ** 2,
-        matrix_fields(network.mix.into),
-        matrix_fields(network.mix.transition),
-        address(network.mix.decay),
-        matrix_fields(network.readout),
-        matrix_fields(network.head),
+        MatrixFields.of(mix.into),
+        MatrixFields.of(mix.transition),
+        address(mix.decay),
+        MatrixFields.of(network.readout),
+        MatrixFields.of(network.head),
         address(network.unembedding),
         compared_tokens(config.vocab_size),
     )

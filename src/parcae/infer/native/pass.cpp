@@ -1,7 +1,7 @@
-// A whole pass over a few tokens on a CPU, from ids to logits, or any of its stages, in one call.
+// A whole pass over a few tokens on a CPU, from ids to logits, in one call.
 //
-// A token at a time, the work is to read every weight once. Operators started one by one wait for
-// each other and for their own start; here the threads walk through all layers and loops together.
+// With few tokens, reading the weights dominates. Operators launched one by one add their launch
+// time and wait for each other; here the threads run through all layers and loops together.
 
 #include "layer.h"
 #include "predictions.h"
@@ -9,19 +9,19 @@
 extern "C" {
 
 struct Model {
-    const Layer* layers;  // of prelude, core and coda, end to end
+    const Layer* layers;  // of prelude, core and coda, in this order
     int64_t prelude, core, coda;
     int64_t width, state_width, context;
     const float* embedding;
     const float *outer_phases, *core_phases;  // [position, head_dim / 2] of (cos, sin)
     const float *prelude_norm, *final_norm;   // scales; the first may be null
     float norm_floor;
-    Matrix into;          // B_bar; none: what the prelude leaves is added as it is
-    Matrix transition;    // A_bar: this matrix, or
-    const float* decay;   // this diagonal, or, where there is neither, 1
+    Matrix into;          // B_bar; no matrix means the identity
+    Matrix transition;    // A_bar, if it is dense
+    const float* decay;   // the diagonal of A_bar, if it is diagonal; with neither it is the identity
     Matrix readout, head;
-    const float* unembedding;  // the head, in floats
-    int64_t compared;     // predictions are compared over so many likely tokens, or over all
+    const float* unembedding;  // the head in float32
+    int64_t candidates;   // number of likeliest tokens over which predictions are compared
 };
 
 struct Pass {  // every field has eight bytes
@@ -30,25 +30,20 @@ struct Pass {  // every field has eight bytes
     // [layer, row, position, 2, kv_heads, head_dim]; for the core [slot * layer, ...]
     float *outer, *core;
     int64_t outer_layer, outer_row, core_layer, core_row;  // strides
-    int64_t begins, reads;    // whether embedding and prelude, and coda, are part of it
-    int64_t from_zero;        // whether the states begin there
     int64_t loops;
-    const int64_t* slots;     // of every loop that is run
-    // How often tokens loop: null where all of them run all loops. A token stops after `limits`,
-    // or when a loop moves it by less than `least`; then it stands still, and the slots of the
-    // loops up to `settled` receive its last keys and values.
+    const int64_t* slots;     // cache slot of every loop
+    // Early exit, or null if all tokens run all loops. A token stops after `limits` loops, or when a
+    // loop changes it by less than `min_change`. The slots of its remaining loops up to `settled`
+    // then receive its last keys and values.
     const int64_t *limits, *settled;
-    const float* least;       // 0: that is no reason to stop; null: for none
-    const int64_t* measures;  // what has to move that much: see Measure
-    // So many tokens' predictions are read after every loop, and they come first in the order. Where
-    // there are any, the logits of all tokens are wanted, and lie by their place.
+    const float* min_change;  // 0: never; null: never for all tokens
+    // The first `watched` tokens of `order` compare predictions after every loop, the others states.
+    // If there are any, logits are computed for all tokens and stored by token index.
     int64_t watched;
     const int64_t* order;
-    int64_t *ran, *index;     // how often each has looped at last; the order again, for what is left
-    // [tokens, state_width] twice, and what the head reads, [tokens, width]; null where nobody else
-    // wants to know.
-    float *state, *drive, *x;
-    int64_t predicted;        // how many tokens' logits are wanted, and which
+    int64_t *ran, *active;    // out: loops of each token; a copy of `order`, for tokens still looping
+    float* state;             // out: [tokens, state_width]
+    int64_t predicted;        // number of tokens whose logits are returned, and their indices
     const int64_t* predict;
     float* logits;
     float* scratch;
@@ -61,54 +56,54 @@ namespace {
 
 int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
 
-struct Room {  // in floats; what threads share, and what each has for itself
-    int64_t made = 0, hidden = 0, mixed, before, drive, x, shares, moved, normed, scores,
-        scores_room;
-    Room(const Model& model, int64_t tokens) {
+struct ScratchLayout {  // sizes in floats
+    int64_t projected = 0, hidden = 0, attended, previous_state, drive, x, log_probs, divergence,
+        normed, scores, scores_stride;
+    ScratchLayout(const Model& model, int64_t tokens) {
         const int64_t width = std::max(model.width, model.state_width);
         int64_t heads = 0;
         for (int64_t i = 0; i < model.prelude + model.core + model.coda; i++) {
             const Layer& layer = model.layers[i];
-            made = std::max({made, layer.inner.out, 2 * layer.proj.in});
+            projected = std::max({projected, layer.inner.out, 2 * layer.proj.in});
             hidden = std::max(hidden, layer.proj.in);
             heads = std::max<int64_t>(heads, layer.heads);
         }
-        scores_room = rounded(model.context);
-        scores = heads * scores_room;
-        made = rounded(made * tokens);
+        scores_stride = rounded(model.context);
+        scores = heads * scores_stride;
+        projected = rounded(projected * tokens);
         hidden = rounded(hidden * tokens);
-        mixed = before = drive = x = normed = rounded(width * tokens);
-        shares = rounded(model.compared) * tokens;
-        moved = rounded(tokens);
+        attended = previous_state = drive = x = normed = rounded(width * tokens);
+        log_probs = rounded(model.candidates) * tokens;
+        divergence = rounded(tokens);
     }
     int64_t floats(int64_t threads) const {
-        return made + mixed + hidden + before + drive + x + 3 * shares + moved +
-               threads * (normed + scores);
+        return projected + attended + hidden + previous_state + drive + x + 3 * log_probs +
+               divergence + threads * (normed + scores);
     }
-    Scratch cut(float* p, int rank) const {
+    Scratch divide(float* p, int rank) const {
         Scratch part;
-        part.made = p;
-        part.mixed = part.made + made;
-        part.hidden = part.mixed + mixed;
-        part.before = part.hidden + hidden;
-        part.drive = part.before + before;
+        part.projected = p;
+        part.attended = part.projected + projected;
+        part.hidden = part.attended + attended;
+        part.previous_state = part.hidden + hidden;
+        part.drive = part.previous_state + previous_state;
         part.x = part.drive + drive;
-        part.shares = part.x + x;
-        part.shares_before = part.shares + shares;
-        part.candidates = reinterpret_cast<int32_t*>(part.shares_before + shares);
-        part.moved = part.shares_before + 2 * shares;
-        part.normed = part.moved + moved + rank * (normed + scores);
+        part.log_probs = part.x + x;
+        part.previous_log_probs = part.log_probs + log_probs;
+        part.candidates = reinterpret_cast<int32_t*>(part.previous_log_probs + log_probs);
+        part.divergence = part.previous_log_probs + 2 * log_probs;
+        part.normed = part.divergence + divergence + rank * (normed + scores);
         part.scores = part.normed + normed;
-        part.scores_room = scores_room;
+        part.scores_stride = scores_stride;
         return part;
     }
 };
 
-struct Left {  // tokens that still loop, and those among them that are watched
+struct ActiveCount {  // tokens that still loop, and those of them that are watched
     int64_t looping, watched;
 };
 
-struct Walk {  // what one thread knows
+struct PassRunner {  // the pass as one thread runs it
     const Team& team;
     const Model& model;
     const Pass& pass;
@@ -116,42 +111,42 @@ struct Walk {  // what one thread knows
     Tokens all;
     float *drive, *x;
 
-    void outer_layers(int64_t first_layer, int64_t first_kept, int64_t count,
+    void outer_layers(int64_t first_layer, int64_t first_cache_layer, int64_t count,
                       const Tokens& tokens) const {
         for (int64_t i = 0; i < count; i++) {
-            Kept kept{pass.outer + (first_kept + i) * pass.outer_layer, pass.outer_row};
-            run_layer(team, model.layers[first_layer + i], tokens, kept, model.outer_phases, x,
+            KvCache kv{pass.outer + (first_cache_layer + i) * pass.outer_layer, pass.outer_row};
+            run_layer(team, model.layers[first_layer + i], tokens, kv, model.outer_phases, x,
                       scratch);
         }
     }
 
     const float* packed(const float* from, int64_t width, const Tokens& tokens) const {
-        if (!tokens.index) return from;
+        if (!tokens.indices) return from;
         for (int64_t t = 0; t < tokens.count; t++)
-            std::copy_n(from + tokens.place(t) * width, width, scratch.normed + t * width);
+            std::copy_n(from + tokens.index(t) * width, width, scratch.normed + t * width);
         return scratch.normed;
     }
 
-    // to [tokens, a.out] = from W^T, or a copy where there is no such matrix.
+    // to [tokens, a.out] = from W^T, or a copy if there is no matrix.
     void product(const Matrix& a, const float* from, float* to, int64_t width,
                  const Tokens& tokens) const {
         if (a.data) {
             multiply(team, a, packed(from, a.in, tokens), tokens.count,
                      [&](int64_t t, int64_t row, auto y) {
-                         store(to + tokens.place(t) * a.out + row, y);
+                         store(to + tokens.index(t) * a.out + row, y);
                      });
         } else {
             for (int64_t t = team.rank; t < tokens.count; t += team.size)
-                std::copy_n(from + tokens.place(t) * width, width, to + tokens.place(t) * width);
+                std::copy_n(from + tokens.index(t) * width, width, to + tokens.index(t) * width);
         }
-        team.meet();
+        team.sync();
     }
 
-    void begin() const {
+    void run_prelude() const {
         for (int64_t t = team.rank; t < all.count; t += team.size)
             std::copy_n(model.embedding + all.ids[t] * model.width, model.width,
                         x + t * model.width);
-        team.meet();
+        team.sync();
         outer_layers(0, 0, model.prelude, all);
         if (model.prelude_norm)
             scaled_norm(team, x, model.width, model.norm_floor, model.prelude_norm, all);
@@ -159,21 +154,21 @@ struct Walk {  // what one thread knows
         if (!model.core) product(Matrix{}, drive, pass.state, model.state_width, all);
     }
 
-    void rest_at_zero() const {
+    void zero_state() const {
         int64_t begin, end;
         team.share(all.count, 1, begin, end);
         std::fill(pass.state + begin * model.state_width, pass.state + end * model.state_width,
                   0.0f);
-        team.meet();
+        team.sync();
     }
 
-    // h = A_bar h + drive for tokens that still loop; `before` keeps what h was.
-    void mix(const Tokens& tokens) const {
+    // h = A_bar h + drive for active tokens; the previous h is saved if exits need it.
+    void inject(const Tokens& tokens) const {
         const int64_t width = model.state_width;
-        float *h = pass.state, *packed = scratch.mixed;
+        float *h = pass.state, *packed = scratch.attended;
         for (int64_t t = team.rank; t < tokens.count; t += team.size) {
-            int64_t at = tokens.place(t) * width;
-            if (pass.least) std::copy_n(h + at, width, scratch.before + at);
+            int64_t at = tokens.index(t) * width;
+            if (pass.min_change) std::copy_n(h + at, width, scratch.previous_state + at);
             if (model.transition.data) {
                 std::copy_n(h + at, width, packed + t * width);
                 continue;
@@ -182,153 +177,155 @@ struct Walk {  // what one thread knows
             for (int64_t i = 0; i < width; i++)
                 h[at + i] = (decay ? decay[i] * h[at + i] : h[at + i]) + drive[at + i];
         }
-        team.meet();
+        team.sync();
         if (!model.transition.data) return;
         multiply(team, model.transition, packed, tokens.count,
                  [&](int64_t t, int64_t row, auto y) {
-                     int64_t at = tokens.place(t) * width + row;
+                     int64_t at = tokens.index(t) * width + row;
                      store(h + at, y + load_as<decltype(y)>(drive + at));
                  });
-        team.meet();
+        team.sync();
     }
 
     void one_loop(const Tokens& tokens, int64_t loop) const {
-        mix(tokens);
+        inject(tokens);
         for (int64_t i = 0; i < model.core; i++) {
-            int64_t place = pass.slots[loop] * model.core + i;
-            Kept kept{pass.core + place * pass.core_layer, pass.core_row};
-            run_layer(team, model.layers[model.prelude + i], tokens, kept, model.core_phases,
+            int64_t cache_layer = pass.slots[loop] * model.core + i;
+            KvCache kv{pass.core + cache_layer * pass.core_layer, pass.core_row};
+            run_layer(team, model.layers[model.prelude + i], tokens, kv, model.core_phases,
                       pass.state, scratch);
         }
     }
 
-    // Which tokens of the index loop on; the others' count is noted.
-    Left still_looping(int64_t loop, const Left& before) const {
-        Left left{0, 0};
+    // Keep the tokens in `active` that continue; record the loops of the others.
+    ActiveCount remove_stopped(int64_t loop, const ActiveCount& before) const {
+        ActiveCount left{0, 0};
         for (int64_t t = 0; t < before.looping; t++) {
-            int64_t token = pass.index[t];
+            int64_t token = pass.active[t];
             bool stops = loop >= pass.limits[token];
-            float least = pass.least ? pass.least[token] : 0;
-            if (!stops && least > 0)
-                stops = t < before.watched ? scratch.moved[token] < least : rests(token, least);
+            float min_change = pass.min_change ? pass.min_change[token] : 0;
+            if (!stops && min_change > 0)
+                stops = t < before.watched ? scratch.divergence[token] < min_change
+                                           : state_converged(token, min_change);
             if (stops) {
                 pass.ran[token] = loop;
                 continue;
             }
-            pass.index[left.looping++] = token;
+            pass.active[left.looping++] = token;
             left.watched += t < before.watched;
         }
         return left;
     }
 
-    bool rests(int64_t token, float share) const {
+    bool state_converged(int64_t token, float min_change) const {
         const int64_t width = model.state_width;
-        const float* now = pass.state + token * width;
-        float* then = scratch.before + token * width;
-        for (int64_t i = 0; i < width; i++) then[i] -= now[i];
-        return dot(then, then, width) < share * share * dot(now, now, width);
+        const float* state = pass.state + token * width;
+        float* change = scratch.previous_state + token * width;
+        for (int64_t i = 0; i < width; i++) change[i] -= state[i];
+        return dot(change, change, width) < min_change * min_change * dot(state, state, width);
     }
 
-    void loop_each(Left& left) const {
+    void loop_with_exits(ActiveCount& count) const {
         Tokens tokens = all;
-        tokens.index = pass.index;
-        for (int64_t loop = 1; loop <= pass.loops && left.looping; loop++) {
-            const Left here = left;
-            tokens.count = here.looping;
+        tokens.indices = pass.active;
+        for (int64_t loop = 1; loop <= pass.loops && count.looping; loop++) {
+            const ActiveCount current = count;
+            tokens.count = current.looping;
             one_loop(tokens, loop - 1);
-            tokens.count = here.watched;
-            if (here.watched) watch(tokens, loop == 1);
-            if (team.rank == 0) left = still_looping(loop, here);
-            team.meet();
+            tokens.count = current.watched;
+            if (current.watched) compare_predictions(tokens, loop == 1);
+            if (team.rank == 0) count = remove_stopped(loop, current);
+            team.sync();
         }
         for (int64_t t = team.rank; t < all.count; t += team.size) settle(t);
     }
 
-    // What tokens predict now, and how far that is from what they did a loop ago.
-    void watch(const Tokens& tokens, bool first) const {
-        const int64_t n = model.compared, room = rounded(n);
-        read(tokens);
-        if (first || reads_all()) predict(tokens);
+    // Predict, and compute the KL divergence from the prediction of the loop before.
+    void compare_predictions(const Tokens& tokens, bool first) const {
+        const int64_t n = model.candidates, stride = rounded(n);
+        run_coda(tokens);
+        if (first || compares_all()) run_head(tokens);
         else score_candidates(tokens);
         for (int64_t t = team.rank; t < tokens.count; t += team.size) {
-            int64_t token = tokens.place(t);
+            int64_t token = tokens.index(t);
             const float* logits = pass.logits + token * model.head.out;
-            float *now = scratch.shares + token * room, *then = scratch.shares_before + token * room;
-            int32_t* candidates = scratch.candidates + token * room;
-            if (reads_all()) {
-                std::copy_n(logits, n, now);
+            float* log_probs = scratch.log_probs + token * stride;
+            float* previous = scratch.previous_log_probs + token * stride;
+            int32_t* candidates = scratch.candidates + token * stride;
+            if (compares_all()) {
+                std::copy_n(logits, n, log_probs);
             } else if (first) {
-                likeliest(logits, model.head.out, n, candidates);
-                for (int64_t i = 0; i < n; i++) now[i] = logits[candidates[i]];
+                top_k(logits, model.head.out, n, candidates);
+                for (int64_t i = 0; i < n; i++) log_probs[i] = logits[candidates[i]];
             }
-            to_log_shares(now, n);
-            scratch.moved[token] =
-                first ? INFINITY : moved_by(Measure(pass.measures[token]), now, then, n);
-            std::copy_n(now, room, then);
+            log_softmax(log_probs, n);
+            scratch.divergence[token] = first ? INFINITY : kl_divergence(log_probs, previous, n);
+            std::copy_n(log_probs, stride, previous);
         }
-        team.meet();
+        team.sync();
     }
 
-    bool reads_all() const { return model.compared == model.head.out; }
+    bool compares_all() const { return model.candidates == model.head.out; }
 
     void score_candidates(const Tokens& tokens) const {
-        const int64_t n = model.compared, room = rounded(n);
+        const int64_t n = model.candidates, stride = rounded(n);
         int64_t job, end;
         team.share(tokens.count * n, 1, job, end);
-        auto cell = [&](int64_t one) { return tokens.place(one / n) * room + one % n; };
-        auto weights = [&](int64_t one) {
-            return model.unembedding + scratch.candidates[cell(one)] * model.width;
+        auto offset = [&](int64_t i) { return tokens.index(i / n) * stride + i % n; };
+        auto weights = [&](int64_t i) {
+            return model.unembedding + scratch.candidates[offset(i)] * model.width;
         };
         for (; job < end; job++) {
-            const float* later = weights(std::min(job + 4, end - 1));  // rows here and there
-            for (int64_t i = 0; i < model.width; i += LANES) __builtin_prefetch(later + i);
-            const float* reading = x + tokens.place(job / n) * model.width;
-            scratch.shares[cell(job)] = dot(reading, weights(job), model.width);
+            const float* ahead = weights(std::min(job + 4, end - 1));  // the rows are scattered
+            for (int64_t i = 0; i < model.width; i += LANES) __builtin_prefetch(ahead + i);
+            const float* reading = x + tokens.index(job / n) * model.width;
+            scratch.log_probs[offset(job)] = dot(reading, weights(job), model.width);
         }
-        team.meet();
+        team.sync();
     }
 
+    // Copy the last keys and values of a token that stopped early to the slots of its other loops.
     void settle(int64_t t) const {
         const Layer& layer = model.layers[model.prelude];
         const int64_t size = 2 * layer.kv_heads * layer.head_dim;
-        float* cell = pass.core + all.rows[t] * pass.core_row + all.positions[t] * size;
+        float* kv = pass.core + all.rows[t] * pass.core_row + all.positions[t] * size;
         const int64_t ran = pass.ran[t];
         for (int64_t later = ran; later < pass.settled[t]; later++)
             for (int64_t i = 0; i < model.core && pass.slots[later] != pass.slots[ran - 1]; i++) {
-                float* from = cell + (pass.slots[ran - 1] * model.core + i) * pass.core_layer;
-                float* to = cell + (pass.slots[later] * model.core + i) * pass.core_layer;
+                float* from = kv + (pass.slots[ran - 1] * model.core + i) * pass.core_layer;
+                float* to = kv + (pass.slots[later] * model.core + i) * pass.core_layer;
                 std::copy_n(from, size, to);
             }
     }
 
-    void read(const Tokens& tokens) const {
+    void run_coda(const Tokens& tokens) const {
         product(model.readout, pass.state, x, model.width, tokens);
         outer_layers(model.prelude + model.core, model.prelude, model.coda, tokens);
         scaled_norm(team, x, model.width, model.norm_floor, model.final_norm, tokens);
     }
 
-    void predict(const Tokens& tokens) const {
+    void run_head(const Tokens& tokens) const {
         multiply(team, model.head, packed(x, model.width, tokens), tokens.count,
                  [&](int64_t t, int64_t row, auto y) {
-                     int64_t place = pass.watched ? tokens.place(t) : t;
-                     store(pass.logits + place * model.head.out + row, y);
+                     int64_t index = pass.watched ? tokens.index(t) : t;
+                     store(pass.logits + index * model.head.out + row, y);
                  });
-        team.meet();
+        team.sync();
     }
 
-    // Tokens that were watched have been read already.
+    // Coda and head; for watched tokens the coda has run already.
     void finish() const {
         Tokens unread = all, predicted = all;
         if (pass.watched) {
             unread.count -= pass.watched;
-            unread.index = pass.order + pass.watched;
-            if (reads_all()) predicted = unread;
+            unread.indices = pass.order + pass.watched;
+            if (compares_all()) predicted = unread;
         } else {
             predicted.count = pass.predicted;
-            predicted.index = pass.predict;
+            predicted.indices = pass.predict;
         }
-        if (pass.reads && unread.count) read(unread);
-        if (pass.predicted && predicted.count) predict(predicted);
+        if (unread.count) run_coda(unread);
+        if (pass.predicted && predicted.count) run_head(predicted);
     }
 };
 
@@ -336,31 +333,30 @@ struct Walk {  // what one thread knows
 
 extern "C" {
 
-// Floats of scratch that a pass of `tokens` needs.
+// Floats of scratch memory that a pass of `tokens` tokens needs.
 int64_t parcae_scratch(const Model* model, int64_t tokens, int64_t threads) {
-    return Room(*model, tokens).floats(threads);
+    return ScratchLayout(*model, tokens).floats(threads);
 }
 
 void parcae_pass(const Model* model, const Pass* pass) {
-    const Room room(*model, pass->tokens);
+    const ScratchLayout layout(*model, pass->tokens);
     const Tokens all{pass->tokens, nullptr, pass->ids, pass->rows, pass->positions};
-    Left left{pass->tokens, pass->watched};
-    together(pass->threads, [&](Team team) {
-        const Scratch mine = room.cut(pass->scratch, team.rank);
-        const Walk walk{team, *model, *pass, mine, all, pass->drive ? pass->drive : mine.drive,
-                        pass->x ? pass->x : mine.x};
-        if (pass->from_zero) walk.rest_at_zero();
-        if (pass->begins) walk.begin();
-        if (pass->limits) walk.loop_each(left);
+    ActiveCount count{pass->tokens, pass->watched};
+    run_threads(pass->threads, [&](Team team) {
+        const Scratch scratch = layout.divide(pass->scratch, team.rank);
+        const PassRunner runner{team, *model, *pass, scratch, all, scratch.drive, scratch.x};
+        runner.zero_state();
+        runner.run_prelude();
+        if (pass->limits) runner.loop_with_exits(count);
         else
-            for (int64_t loop = 0; loop < pass->loops; loop++) walk.one_loop(all, loop);
-        walk.finish();
+            for (int64_t loop = 0; loop < pass->loops; loop++) runner.one_loop(all, loop);
+        runner.finish();
     });
 }
 
 // y [tokens, out] = x W^T.
 void parcae_multiply(const Matrix* a, const float* x, int64_t tokens, float* y, int64_t threads) {
-    together(threads, [&](Team team) {
+    run_threads(threads, [&](Team team) {
         multiply(team, *a, x, tokens,
                  [&](int64_t t, int64_t row, auto value) { store(y + t * a->out + row, value); });
     });

@@ -1,4 +1,4 @@
-// Threads that walk through a pass together, and meet where one step needs all of the step before.
+// Threads that run a pass together, with barriers between steps that depend on each other.
 
 #pragma once
 
@@ -12,31 +12,31 @@
 
 namespace {
 
-// Threads wait for each other a hundred times a token, mostly for microseconds. So they look out
-// for the last one first; but where it has no core to run on, they make room for it.
+// Threads wait for each other a hundred times per token, mostly for microseconds. So they spin
+// first, and yield if the last thread seems to have no core to run on.
 class Barrier {
     std::atomic<int> arrived{0}, round{0};
 
   public:
-    void meet(int size) {
+    void wait(int size) {
         int mine = round.load(std::memory_order_acquire);
         if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             arrived.store(0, std::memory_order_relaxed);
             round.store(mine + 1, std::memory_order_release);
             return;
         }
-        for (int looks = 0; round.load(std::memory_order_acquire) == mine; looks++)
-            if (looks > 4000) std::this_thread::yield();
+        for (int spins = 0; round.load(std::memory_order_acquire) == mine; spins++)
+            if (spins > 4000) std::this_thread::yield();
     }
 };
 
 struct Team {
     int rank, size;
     Barrier* barrier;
-    void meet() const {
-        if (size > 1) barrier->meet(size);
+    void sync() const {
+        if (size > 1) barrier->wait(size);
     }
-    // This thread's share of n things, in runs of `grain`.
+    // This thread's range of n items, in multiples of `grain`.
     void share(int64_t n, int64_t grain, int64_t& begin, int64_t& end) const {
         int64_t blocks = (n + grain - 1) / grain;
         begin = std::min(n, blocks * rank / size * grain);
@@ -44,9 +44,9 @@ struct Team {
     }
 };
 
-// The same function for every thread of a team.
+// Call the function in every thread of a team.
 template <typename Function>
-void together([[maybe_unused]] int64_t threads, Function function) {
+void run_threads([[maybe_unused]] int64_t threads, Function function) {
     Barrier barrier;
 #ifdef _OPENMP
     if (threads > 1) {

@@ -1,5 +1,5 @@
-// Sixteen floats at a time, and what is computed with them. The order in which numbers are added up
-// is the same everywhere, so a token's results do not depend on which others share its pass.
+// Vectors of sixteen floats. Sums are always taken in the same order, so the results of a token do
+// not depend on the other tokens of its pass.
 
 #pragma once
 
@@ -50,8 +50,8 @@ inline void store(float* p, Value value) {
     std::memcpy(p, &value, sizeof value);
 }
 
-// total + a * b, rounded once where the processor can: said here, or the compiler would decide it
-// from place to place.
+// total + a * b, rounded once if the CPU has such an instruction. Explicit, because the compiler
+// would decide it separately for each use.
 inline Floats plus_product(Floats total, Floats a, Floats b) {
 #ifdef __AVX512F__
     return reinterpret_cast<Floats>(_mm512_fmadd_ps(
@@ -61,14 +61,14 @@ inline Floats plus_product(Floats total, Floats a, Floats b) {
 #endif
 }
 
-// Inside quarters first, then the quarters: as `sums` does it.
+// Within quarters first, then over quarters, in the order of `sums`.
 inline float sum(Floats v) {
     float part[4];
     for (int q = 0; q < 4; q++) part[q] = (v[4 * q] + v[4 * q + 2]) + (v[4 * q + 1] + v[4 * q + 3]);
     return (part[0] + part[2]) + (part[1] + part[3]);
 }
 
-// Of four vectors at once, which takes a third of the steps.
+// The sums of four vectors at once, in a third of the instructions.
 inline Quarter sums(Floats a, Floats b, Floats c, Floats d) {
 #ifdef __AVX512F__
     auto fold = [](__m512 low, __m512 high) { return _mm512_add_ps(low, high); };
@@ -98,7 +98,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
 
 // e^x for x <= 0, to seven digits: 2^n times a polynomial on [-log(2)/2, log(2)/2].
 inline Floats exp_of_negative(Floats x) {
-    constexpr float to_whole = 12582912.0f;  // 1.5 * 2^23: adding it rounds, and leaves n below
+    constexpr float to_whole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer n
     x = x < -87.0f ? -87.0f - Floats{} : x;
     Floats shifted = x * 1.44269504f + to_whole, whole = shifted - to_whole;
     Floats r = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;

@@ -1,4 +1,4 @@
-"""The plain sampler: greedy by hand, seeds, stops, a context that slides."""
+"""Decoding without a cache: greedy by hand, seeds, stops, a context that slides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from conftest import KINDS, randomised, tiny
 from oracles import model_of
 from parcae.config import ConfigError
-from parcae.infer.plain import generate
+from parcae.infer.reference import generate
 
 PROMPT = [5, 17, 80]
 
@@ -22,7 +22,7 @@ def test_greedy_is_the_argmax_of_a_forward(kind, depths):
     for _ in range(5):
         logits = model(torch.tensor([tokens]), depths=depths or 4, state="zero").logits
         tokens.append(int(logits[0, -1].argmax()))
-    made = generate(model, PROMPT, new_tokens=5, depths=depths, temperature=0)
+    made = generate(model, PROMPT, new_tokens=5, loops=depths, temperature=0)
     assert made == tokens[3:]
 
 
@@ -31,7 +31,7 @@ def test_a_transformer_generates_too():
     expected = int(model(torch.tensor([PROMPT])).logits[0, -1].argmax())
     assert generate(model, PROMPT, new_tokens=1, temperature=0) == [expected]
     with pytest.raises(ValueError, match="no loop"):
-        generate(model, PROMPT, new_tokens=1, depths=2)
+        generate(model, PROMPT, new_tokens=1, loops=2)
 
 
 def test_a_seed_is_a_text_and_noise_belongs_to_the_position():
@@ -48,7 +48,9 @@ def test_stops_before_a_stop_token():
     model = randomised(KINDS["parcae"])
     text = generate(model, PROMPT, new_tokens=12, seed=3)
     end = text[4]
-    assert generate(model, PROMPT, new_tokens=12, seed=3, stop={end}) == text[: text.index(end)]
+    assert (
+        generate(model, PROMPT, new_tokens=12, seed=3, stop_tokens={end}) == text[: text.index(end)]
+    )
 
 
 def test_a_full_context_slides():
@@ -57,11 +59,11 @@ def test_a_full_context_slides():
     for _ in range(5):
         window = torch.tensor([tokens[-6:]])
         tokens.append(int(model(window, depths=2, state="zero").logits[0, -1].argmax()))
-    assert generate(model, range(10, 15), new_tokens=5, depths=2, temperature=0) == tokens[5:]
+    assert generate(model, range(10, 15), new_tokens=5, loops=2, temperature=0) == tokens[5:]
     long_prompt = list(range(40))
     window = torch.tensor([long_prompt[-6:]])
     expected = int(model(window, depths=2, state="zero").logits[0, -1].argmax())
-    assert generate(model, long_prompt, new_tokens=1, depths=2, temperature=0) == [expected]
+    assert generate(model, long_prompt, new_tokens=1, loops=2, temperature=0) == [expected]
 
 
 def test_top_k_of_one_is_greedy():
@@ -102,7 +104,7 @@ def test_leaves_no_gradient_behind():
         ({"new_tokens": 0}, "new_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 0}, "top_k"),
-        ({"depths": 0}, "depths"),
+        ({"loops": 0}, "depths"),
     ],
 )
 def test_mistakes(changes, message):
