@@ -1,13 +1,12 @@
-"""Print what each loop does to the predictions of a text: loss, change of the state, next token.
+"""Print what each loop does to the predictions of a text: loss, change of the state, tokens.
 
-python examples/train_from_python.py --out runs/example
-python examples/look_at_every_loop.py runs/example "import os" --loops 12
+    python examples/train_from_python.py --out runs/example
+    python examples/look_at_every_loop.py runs/example "import os" --loops 12
+
+`parcae depth runs/example "import os"` draws the same numbers for every token.
 """
 
 import argparse
-
-import torch
-import torch.nn.functional as F
 
 import parcae
 
@@ -17,19 +16,19 @@ parser.add_argument("text", nargs="?", default="class Reader:\n    def __init__(
 parser.add_argument("--loops", type=int, default=8, help="number of loops (default: 8)")
 args = parser.parse_args()
 
-checkpoint = parcae.open_checkpoint(args.checkpoint)
-model, tokenizer = checkpoint.model, checkpoint.tokenizer
-ids = torch.tensor([[tokenizer.bos, *tokenizer.encode(args.text)]])
-inputs, targets = ids, ids[0, 1:]
+model, tokenizer, _ = parcae.open_checkpoint(args.checkpoint)
+ids = [tokenizer.bos, *tokenizer.encode(args.text)]
+trace = parcae.trace_loops(model, ids, loops=args.loops)  # tensors of shape [loops, tokens]
 
-with torch.no_grad():
-    trajectory = model(inputs, depths=args.loops, state="zero", trajectory=True).trajectory
+print("loop  loss (nats)  change of state  correct tokens")
+for loop in range(args.loops):
+    loss = trace.loss[loop].mean()
+    change = trace.change[loop].mean()  # ||h_t - h_(t-1)|| / ||h_t||
+    correct = (trace.predicted[loop] == trace.targets).sum()
+    print(f"{loop + 1:4}  {loss:11.3f}  {change:15.4f}  {correct:4} of {len(trace.targets)}")
 
-print("loop  loss (nats)  change of state  next token")
-for loop in range(1, args.loops + 1):
-    logits = trajectory.logits[loop - 1, 0]  # [positions, vocabulary]
-    loss = F.cross_entropy(logits[:-1], targets)
-    # ||h_t - h_(t-1)|| / ||h_t||, mean over the positions
-    change = trajectory.residuals[loop - 1, 0] / trajectory.states[loop, 0].norm(dim=-1)
-    token = tokenizer.decode([int(logits[-1].argmax())])
-    print(f"{loop:4}  {loss:11.3f}  {change.mean():15.4f}  {token!r}")
+print("\ntoken          loss after 1 loop  after all  settled after loop")
+for index, token in enumerate(trace.targets.tolist()):
+    text = repr(tokenizer.decode([token]))
+    first, last = trace.loss[0, index], trace.loss[-1, index]
+    print(f"{text:14} {first:17.3f} {last:10.3f} {trace.settled[index]:19}")
