@@ -1,16 +1,19 @@
-"""The page of the laws as a browser shows it: its own arithmetic gives Python's answer."""
+"""The page of the laws in a browser: its answers and curves are those of the library."""
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_report_in_browser import BROWSER, title_in_browser
 
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.analysis import fit
-from parcae.laws.page import write_page
-from parcae.laws.predict import recommend
+from parcae.laws.page import page_data, write_page
+from parcae.laws.predict import loss_at, recommend
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,28 +23,52 @@ PROBE = """
 <script>addEventListener("load", () => {
   const wide = document.documentElement.scrollWidth - innerWidth;
   const dots = document.querySelectorAll("circle").length;
-  const answer = document.getElementById("answer").textContent;
-  document.title = `overflow ${wide} dots ${dots} | ${answer}`;
+  const shown = [];
+  for (const position of [$("flops").value, 3, 70]) {
+    $("flops").value = position;
+    show();
+    const at = (id, index) => ["x", "line", "low", "high"].map(name => drawn[id][name][index]);
+    shown.push({answer: $("answer").textContent, loops: [at("by-loops", 5), at("by-loops", 20)],
+      test: [at("by-test", 0), at("by-test", 6)], mu: +$("loops-text").value});
+  }
+  document.title = JSON.stringify({wide, dots, shown});
 })</script>
 """
 
 
+@pytest.fixture(scope="module")
+def result():
+    return fit(paper_table(("370m",)), starts=60, unified_starts=60, bootstrap_samples=40)
+
+
 @pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width):
-    result = fit(paper_table(("370m",)), starts=60, unified_starts=60, bootstrap_samples=40)
+def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, result):
     page = write_page(result, tmp_path / "laws.html")
     page.write_text(page.read_text().replace("</main>", f"</main>{PROBE}"))
-    said = title_in_browser(page, width, tmp_path)
-    overflow, dots = map(int, re.match(r"overflow (-?\d+) dots (\d+)", said).groups())
-    assert overflow <= 0
-    assert dots >= 7 + 10
-    flops, loops, loss = (
-        float(n) for n in re.search(r"For (\S+) FLOPs: ([\d.]+) .*?loss ([\d.]+)", said).groups()
-    )
-    fitted = result.models["parcae-370m"]
-    laws = {"training": fitted.laws["unified"]}  # the page uses the unified law's floor
-    from dataclasses import replace
+    probed = json.loads(title_in_browser(page, width, tmp_path))
+    assert probed["wide"] <= 0
+    assert probed["dots"] >= 7 + 10
+    model = result.models["parcae-370m"]
+    # The page answers from the unified law, also about optima.
+    unified = replace(model, laws={"training": model.laws["unified"]})
+    positions = page_data(model)["flops"]
+    for shown, index in zip(probed["shown"], (None, 3, 70), strict=True):
+        text, loops, loss = re.search(
+            r"For (\S+) FLOPs: ([\d.]+) .*?loss ([\d.]+)", shown["answer"]
+        ).groups()
+        flops = float(text) if index is None else positions[index]
+        expected = recommend(unified, flops)
+        assert float(loops) == pytest.approx(expected.loops.value, abs=0.051)
+        assert float(loss) == pytest.approx(expected.loss.value, abs=5.1e-5)
+        for mu, *series in shown["loops"]:
+            tokens = flops / float(model.shape.flops_per_token(mu))
+            check(series, loss_at(unified, mu, tokens).estimate)
+        for test_loops, *series in shown["test"]:
+            tokens = flops / float(model.shape.flops_per_token(shown["mu"]))
+            check(series, loss_at(model, shown["mu"], tokens, test_loops).estimate)
 
-    expected = recommend(replace(fitted, laws=laws), flops)
-    assert loops == pytest.approx(expected.loops.value, rel=0.03)
-    assert loss == pytest.approx(expected.loss.value, abs=1e-3)
+
+def check(series, estimate):
+    """Curves are interpolated between budgets; intervals, being order statistics, less smoothly."""
+    expected = np.array([estimate.value, estimate.low, estimate.high])
+    assert (np.abs(np.array(series) - expected) <= [5e-5, 5e-4, 5e-4]).all(), (series, expected)

@@ -10,8 +10,7 @@ import pytest
 
 from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws import axis_ticks
-from parcae.laws import figures as plots
+from parcae.laws import figures
 from parcae.laws.analysis import fit
 from parcae.laws.page import write_page
 from parcae.laws.summary import markdown
@@ -156,31 +155,10 @@ def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):
     for one in rows:
         one["model"] = HOSTILE
     result = fit(rows, starts=40, unified_starts=40, bootstrap_samples=0)
-    drawn = plots.draw_all(result, tmp_path)
+    drawn = figures.draw_all(result, tmp_path)
     text = markdown(result)
     assert "<img" not in text
     assert "a\\|b" in text
     assert HOSTILE not in write_page(result, tmp_path / "laws.html").read_text()
     assert set(drawn) == {f"{n}.png" for n in FIGURES if n not in ("unified", "saturation")}
     assert result.gap_shares == []
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (640, "640"),
-        (14_300, "14.3 k"),
-        (999_900, "1 M"),
-        (2.5e6, "2.5 M"),
-        (1.12e10, "11.2 B"),
-    ],
-)
-def test_tokens_of_any_scale_are_said_in_their_unit(value, words):
-    assert axis_ticks.short(value) == words
-
-
-def test_ticks_are_few_and_within():
-    for low, high in ((1.3e4, 9e4), (1e9, 3e11), (1.0, 1.15), (2.0, 11.0)):
-        ticks = axis_ticks.round_numbers(low, high)
-        assert 1 <= len(ticks) <= 7
-        assert low <= min(ticks) <= max(ticks) <= high

@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from parcae import plotting as draw
-from parcae.laws import axis_ticks
+from parcae import plotting
+from parcae.console import format_count, format_flops
 from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LawResult
 from parcae.laws.isoflop import frontier
 from parcae.laws.model_runs import Points
 from parcae.laws.test_time import CurveFit, oracle_curve
+from parcae.plotting import BLUE, GREY, ORANGE
 
-BLUE, ORANGE, GREEN, PURPLE = draw.PALETTE[:4]
-GREY = draw.PALETTE[5]
 Painter = Callable[[Any, ModelFit], None]
 
 
@@ -37,7 +36,7 @@ def draw_all(result: FitResult, out: str | Path) -> list[str]:
     for name, (has_data, paint) in FIGURES.items():
         chosen = [model for model in result.models.values() if has_data(model)]
         if chosen:
-            with draw.figure(1, len(chosen), width=4.6, height=3.7) as (canvas, axes):
+            with plotting.figure(1, len(chosen), width=4.6, height=3.7) as (canvas, axes):
                 for model, panel in zip(chosen, np.atleast_1d(axes), strict=True):
                     panel.set_title(model.model, parse_math=False)
                     paint(panel, model)
@@ -50,16 +49,16 @@ def draw_all(result: FitResult, out: str | Path) -> list[str]:
 
 
 def _save(canvas: Any, out: Path, name: str) -> str:
-    draw.save(canvas, out / f"{name}.svg")
-    draw.save(canvas, out / f"{name}.png")
+    plotting.save(canvas, out / f"{name}.svg")
+    plotting.save(canvas, out / f"{name}.png")
     return f"{name}.png"
 
 
 def _isoloss(axes: Any, model: ModelFit) -> None:
     law, shape = model.laws["training"], model.shape
-    seen = model.runs.points.take(model.runs.training())
-    loops = np.geomspace(seen.mean_loops.min() / 1.3, seen.mean_loops.max() * 1.6, 120)
-    tokens = np.geomspace(seen.tokens.min() / 1.6, seen.tokens.max() * 1.6, 120)
+    runs = model.runs.points.take(model.runs.training())
+    loops = np.geomspace(runs.mean_loops.min() / 1.3, runs.mean_loops.max() * 1.6, 120)
+    tokens = np.geomspace(runs.tokens.min() / 1.6, runs.tokens.max() * 1.6, 120)
     grid = np.meshgrid(loops, tokens)
     losses = law.law.predict(law.values, shape.points(*grid)).reshape(grid[0].shape)
     levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
@@ -70,27 +69,27 @@ def _isoloss(axes: Any, model: ModelFit) -> None:
     budgets = np.geomspace(low, high, 80)
     best = np.array([frontier(law.values, shape, flops)[0][0] for flops in budgets])
     axes.plot(best, budgets / shape.flops_per_token(best), color=BLUE, label="efficient frontier")
-    axes.plot(seen.mean_loops, seen.tokens, "o", color=GREY, markersize=3, label="runs")
+    axes.plot(runs.mean_loops, runs.tokens, "o", color=GREY, markersize=3, label="runs")
     axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
     axes.set(xlim=(loops[0], loops[-1]), ylim=(tokens[0], tokens[-1]))
-    _loop_ticks(axes, np.unique(seen.mean_loops))
-    axis_ticks.tokens(axes, tokens[0], tokens[-1])
+    plotting.value_ticks(axes.xaxis, np.unique(runs.mean_loops))
+    plotting.count_ticks(axes.yaxis)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8.5)
 
 
 def _label_contours(
     axes: Any, levels: np.ndarray, grid: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
-    """Label the contours to the right of the runs, so that no label hides model."""
+    """Label the contours to the right of the runs, so that no label hides a run."""
     loops, tokens, losses = grid
     column = np.searchsorted(loops, loops[-1] / 1.25)
     falling = losses[:, column]
     shown = [level for level in levels if falling[-1] < level < falling[0]]
     heights = np.interp(shown, falling[::-1], np.log(tokens[::-1]))
-    places = [(loops[column], float(np.exp(height))) for height in heights]
-    for place, level in zip(places, shown, strict=True):
+    for height, level in zip(heights, shown, strict=True):
         axes.text(
-            *place,
+            loops[column],
+            float(np.exp(height)),
             f"{level:.2f}",
             fontsize=8,
             ha="center",
@@ -103,18 +102,18 @@ def _label_contours(
 def _isoflop(axes: Any, model: ModelFit) -> None:
     rows = model.runs.training()
     points, budget = model.runs.points.take(rows), model.runs.budget[rows]
-    colors = _shades(len(model.parabolas["loops"]))
+    colors = plotting.shades(len(model.parabolas["loops"]))
     for parabola, color in zip(model.parabolas["loops"], colors, strict=True):
         here = budget == parabola.budget
-        places = np.geomspace(parabola.low / 1.1, parabola.high * 1.1, 100)
-        axes.plot(places, parabola.loss(places), color=color, linewidth=1.5)
-        label = _short(parabola.budget)
+        where = np.geomspace(parabola.low / 1.1, parabola.high * 1.1, 100)
+        axes.plot(where, parabola.loss(where), color=color, linewidth=1.5)
+        label = format_flops(parabola.budget)
         axes.plot(points.mean_loops[here], points.loss[here], "o", color=color, label=label)
         if parabola.is_inside:
             best = parabola.optimum
             axes.plot(best, parabola.loss(best), "*", color=color, markersize=11, zorder=5)
     axes.set(xscale="log", xlabel="mean loops μ", ylabel="validation loss")
-    _loop_ticks(axes, np.unique(points.mean_loops))
+    plotting.value_ticks(axes.xaxis, np.unique(points.mean_loops))
     _legend_right(axes, "FLOPs")
 
 
@@ -136,7 +135,7 @@ def _frontier(axes: Any, model: ModelFit) -> None:
             *zip(*fixed, strict=True), "s--", color=ORANGE, linewidth=1.3, label="fixed depth"
         )
     axes.set(xscale="log", xlabel="training FLOPs", ylabel="validation loss")
-    _flop_ticks(axes, budgets)
+    plotting.flop_ticks(axes.xaxis, budgets)
     axes.legend(loc="upper right", fontsize=8.5)
 
 
@@ -151,28 +150,28 @@ def _optimal_loss(law: LawResult, model: ModelFit, flops: float) -> tuple[float,
 
 
 def _test_time(axes: Any, model: ModelFit) -> None:
-    chosen = _densest(model)
-    colors = _shades(len(chosen))
-    for fitted, color in zip(chosen, colors, strict=True):
-        curve = fitted.curve
+    chosen = _curves_of_same_tokens(model)
+    colors = plotting.shades(len(chosen))
+    for fit, color in zip(chosen, colors, strict=True):
+        curve = fit.curve
         where = np.linspace(curve.test_loops.min(), curve.test_loops.max(), 200)
-        label = f"{curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])}"
-        axes.plot(where, fitted.predict(where), color=color, linewidth=1.4)
+        label = f"{curve.mean_loops[0]:g}, {format_count(curve.tokens[0])}"
+        axes.plot(where, fit.predict(where), color=color, linewidth=1.4)
         axes.plot(curve.test_loops, curve.loss, "o", color=color, markersize=3, label=label)
     axes.set(xlabel="loops at test time T", ylabel="validation loss")
     _legend_right(axes, "μ, tokens")
 
 
-def _densest(model: ModelFit) -> list[CurveFit]:
+def _curves_of_same_tokens(model: ModelFit) -> list[CurveFit]:
     """One curve per depth, of the number of tokens that has the most depths."""
     by_tokens: dict[float, list[CurveFit]] = {}
-    for fitted in model.curve_fits:
-        by_tokens.setdefault(float(fitted.curve.tokens[0]), []).append(fitted)
+    for fit in model.curve_fits:
+        by_tokens.setdefault(float(fit.curve.tokens[0]), []).append(fit)
     same = max(by_tokens.values(), key=lambda part: len({f.curve.mean_loops[0] for f in part}))
     listed = same if len(same) > 1 else model.curve_fits
     chosen: dict[float, CurveFit] = {}
-    for fitted in sorted(listed, key=lambda f: -len(f.curve)):
-        chosen.setdefault(float(fitted.curve.mean_loops[0]), fitted)
+    for fit in sorted(listed, key=lambda f: -len(f.curve)):
+        chosen.setdefault(float(fit.curve.mean_loops[0]), fit)
     return [chosen[loops] for loops in sorted(chosen)]
 
 
@@ -189,12 +188,12 @@ def _unified(axes: Any, model: ModelFit) -> None:
     axes.plot(curve.test_loops, curve.loss, "o", color="black", markersize=4, label="measured")
     axes.set(xlabel="loops at test time T", ylabel="validation loss")
     axes.legend(loc="upper right", fontsize=8.5)
-    about = f"μ = {curve.mean_loops[0]:g}, {axis_ticks.short(curve.tokens[0])} tokens"
-    axes.text(0.98, 0.6, about, transform=axes.transAxes, ha="right", fontsize=8.5, color=GREY)
+    text = f"μ = {curve.mean_loops[0]:g}, {format_count(curve.tokens[0])} tokens"
+    axes.text(0.98, 0.6, text, transform=axes.transAxes, ha="right", fontsize=8.5, color=GREY)
 
 
 def held_out_curve(model: ModelFit) -> Points | None:
-    """The held-out run with the most tokens (the last model of them in the table)."""
+    """The held-out run with the most tokens (the last of them in the table)."""
     listed = model.runs.curves(model.runs.held_out(), 4)
     if not listed:
         return None
@@ -202,8 +201,8 @@ def held_out_curve(model: ModelFit) -> Points | None:
 
 
 def _saturation(models: Sequence[ModelFit], out: Path) -> str:
-    with draw.figure(width=5.4, height=3.7) as (canvas, axes):
-        for model, color in zip(models, _shades(len(models)), strict=True):
+    with plotting.figure(width=5.4, height=3.7) as (canvas, axes):
+        for model, color in zip(models, plotting.shades(len(models)), strict=True):
             curve = held_out_curve(model)
             assert curve is not None
             axes.plot(
@@ -212,7 +211,7 @@ def _saturation(models: Sequence[ModelFit], out: Path) -> str:
                 "o-",
                 color=color,
                 linewidth=1.4,
-                label=_literal(model.model),
+                label=plotting.literal(model.model),
             )
         axes.set(title="Held-out models", xlabel="loops at test time T", ylabel="validation loss")
         axes.legend(loc="upper right", fontsize=8.5)
@@ -221,7 +220,7 @@ def _saturation(models: Sequence[ModelFit], out: Path) -> str:
 
 def _power_laws(result: FitResult, out: Path) -> str:
     chosen = [model for model in result.models.values() if model.parabolas]
-    with draw.figure(len(chosen), 2, width=4.6, height=3.2) as (canvas, axes):
+    with plotting.figure(len(chosen), 2, width=4.6, height=3.2) as (canvas, axes):
         for model, pair in zip(chosen, np.atleast_2d(axes), strict=True):
             names = (("loops", "optimal loops μ*"), ("tokens", "optimal tokens D*"))
             for panel, (name, text) in zip(pair, names, strict=True):
@@ -247,44 +246,18 @@ def _power_law(axes: Any, model: ModelFit, name: str) -> None:
         best = np.array([frontier(model.laws["training"].values, shape, c)[0][0] for c in wide])
         drawn = best if name == "loops" else wide / shape.flops_per_token(best)
         axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
-    _flop_ticks(axes, budgets)
+    plotting.flop_ticks(axes.xaxis, budgets)
     drawn = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
     low, high = drawn.min() / 1.15, drawn.max() * 1.15
-    (axis_ticks.loops if name == "loops" else axis_ticks.tokens)(axes, low, high)
     axes.set_ylim(low, high * (high / low) ** 0.35)  # room for the legend
+    plotting.count_ticks(axes.yaxis)
     axes.legend(loc="upper left", fontsize=8.5, ncols=1)
-
-
-def _shades(count: int) -> list[Any]:
-    import matplotlib
-
-    return list(matplotlib.colormaps["viridis"](np.linspace(0.05, 0.85, max(count, 1))))
-
-
-def _literal(text: str) -> str:
-    """Text without mathematics: a legend would typeset what is between dollar signs."""
-    return text.replace("$", r"\$")
 
 
 def _legend_right(axes: Any, title: str) -> None:
     axes.legend(
         title=title, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8.5, title_fontsize=8.5
     )
-
-
-def _flop_ticks(axes: Any, budgets: Sequence[float] | np.ndarray) -> None:
-    axes.set_xticks(budgets, [_short(flops) for flops in budgets], fontsize=8.5)
-    axes.minorticks_off()
-
-
-def _short(flops: float) -> str:
-    """1e+18 -> 1e18."""
-    return f"{flops:.3g}".replace("e+", "e")
-
-
-def _loop_ticks(axes: Any, loops: np.ndarray) -> None:
-    axes.set_xticks(loops, [f"{depth:g}" for depth in loops])
-    axes.minorticks_off()
 
 
 FIGURES: dict[str, tuple[Callable[[ModelFit], bool], Painter]] = {
