@@ -91,7 +91,7 @@ def test_answers_as_tables_and_as_json(folder, capsys):
     assert main([*fit, *everything]) == 0
     said = capsys.readouterr().out
     for words in (
-        "loops for 6.4e+19 FLOPs",
+        "optimal loops for 6.4e19 FLOPs",
         "FLOPs for a loss of 2.7",
         "T = 4",
         "within 0.1 % of its limit",

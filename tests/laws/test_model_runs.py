@@ -88,7 +88,7 @@ def test_n_and_flops_are_lines_through_the_table():
 def test_one_budget_is_refused():
     one = fit_rows(rows_of(budgets=(1e18,)))
     reason = one.not_fitted["training"]
-    assert "all runs have one budget, 1e+18 FLOPs" in reason
+    assert "all runs have one budget, 1e18 FLOPs" in reason
     assert "Add a second budget" in reason
     assert "training" not in one.laws
     assert one.parabolas["loops"]  # what one budget does carry

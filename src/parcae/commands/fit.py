@@ -110,5 +110,5 @@ def _print(result: FitResult, last_line: str) -> None:
     for model, lines in notes(result).items():
         for line in lines:
             text = line if line.startswith(f"{model}:") else f"{model}: {line}"
-            console.out.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.out.print(last_line, markup=False, highlight=False, soft_wrap=True)
+            console.print_text(text, style="yellow")
+    console.print_text(last_line)

@@ -80,7 +80,10 @@ def _print(prediction: Prediction, arguments: argparse.Namespace) -> None:
     rows: list[tuple[str, str, str]] = []
     if best := prediction.recommendation:
         rows += [
-            (f"optimal loops for {best.flops:.3g} FLOPs", *_cells(best.loops, ".3g")),
+            (
+                f"optimal loops for {console.format_flops(best.flops)} FLOPs",
+                *_cells(best.loops, ".3g"),
+            ),
             ("tokens", *_cells(best.tokens, ".4g")),
             ("loss", *_cells(best.loss, ".4f")),
             (
@@ -107,7 +110,7 @@ def _print(prediction: Prediction, arguments: argparse.Namespace) -> None:
         rows.append((text, *_cells(worth.estimate, ".3g")))
     console.out.print(console.table(prediction.model, ("", "value", "90 % interval"), rows))
     for note in prediction.notes:
-        console.out.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        console.print_text(note, style="yellow")
 
 
 def _cells(estimate: Estimate, form: str) -> tuple[str, str]:

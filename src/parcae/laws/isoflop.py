@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from parcae.console import format_flops
 from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate
 from parcae.laws.forms import TRAINING
 from parcae.laws.model_runs import ModelRuns, Shape
@@ -166,15 +167,13 @@ def parabola_warnings(parabolas: list[Parabola]) -> list[str]:
     """One message for each parabola in mean_loops without an optimum within its runs."""
     messages = []
     for parabola in parabolas:
+        name = f"parabola at {format_flops(parabola.budget)} FLOPs"
         if not parabola.is_convex:
-            messages.append(
-                f"parabola at {parabola.budget:.3g} FLOPs opens downwards: its runs show no "
-                "optimum."
-            )
+            messages.append(f"{name} opens downwards: its runs show no optimum.")
         elif not parabola.is_inside:
             side = "below" if parabola.optimum < parabola.low else "above"
             messages.append(
-                f"parabola at {parabola.budget:.3g} FLOPs: its optimum is {side} the grid "
+                f"{name}: its optimum is {side} the grid "
                 f"({parabola.low:g} to {parabola.high:g} loops) and is not used for the power law. "
                 "Extend the grid to determine it."
             )

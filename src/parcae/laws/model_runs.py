@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from parcae.console import format_flops
 from parcae.laws.table import COLUMNS, RUN_KEYS, FitError, Table
 
 MAX_LOOPS = 256.0
@@ -223,9 +224,9 @@ class ModelRuns:
         budgets = np.unique(self.budget[self.training()])
         if len(budgets) < 2:
             raise FitError(
-                f"{self.model}: all runs have one budget, {budgets[0]:.3g} FLOPs, at which more "
-                "loops always mean fewer tokens, so their effects cannot be separated. Add a "
-                "second budget."
+                f"{self.model}: all runs have one budget, {format_flops(budgets[0])} FLOPs, at "
+                "which more loops always mean fewer tokens, so their effects cannot be separated. "
+                "Add a second budget."
             )
         self.check_losses()
 

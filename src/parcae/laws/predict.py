@@ -117,24 +117,22 @@ def predict(
     """
     models = fit.models if isinstance(fit, FitResult) else fit
     models = models if isinstance(models, Mapping) else read_fit(models)
-    has_run = loops is not None and tokens is not None
+    run = None if loops is None or tokens is None else (loops, tokens)
     require(
-        flops is not None or loss is not None or has_run,
+        not (flops is None and loss is None and run is None),
         "predict",
         "no question given",
         "Give flops, loss, or loops with tokens.",
     )
     for name, value in {"test_loops": test_loops, "tolerance": tolerance}.items():
-        require(value is None or has_run, name, "needs a run", "Give loops and tokens with it.")
+        require(value is None or run is not None, name, "needs a run", "Give loops and tokens.")
     laws = choose_model(models, model)
     return Prediction(
         model=laws.model,
         recommendation=None if flops is None else recommend(laws, flops),
         flops=None if loss is None else flops_needed(laws, loss),
-        loss=loss_at(laws, loops, tokens, test_loops) if has_run else None,
-        worth=loops_worth(laws, loops, tokens, tolerance)
-        if has_run and tolerance is not None
-        else None,
+        loss=None if run is None else loss_at(laws, *run, test_loops),
+        worth=None if run is None or tolerance is None else loops_worth(laws, *run, tolerance),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from parcae.console import format_count, format_flops
 from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LEVEL, Estimate, LawResult
 
@@ -54,7 +55,7 @@ def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
     """The text of summary.md, with links to the figures."""
     data, samples = result.data, result.settings.bootstrap_samples
     checksum = f" (sha256 {data.sha256[:12]}…)" if data.sha256 else ""
-    intervals = f" Intervals are {LEVEL:.0%} intervals of {samples} bootstrap samples."
+    intervals = f" Intervals are {100 * LEVEL:.0f} % intervals of {samples} bootstrap samples."
     parts = [
         "# Scaling laws\n",
         f"{len(data)} losses from `{data.source}`{checksum}.{intervals if samples else ''}\n",
@@ -107,7 +108,7 @@ def _quality(law: LawResult) -> list[tuple[str, ...]]:
         mean = sum(law.left_out.values()) / len(law.left_out)
         worst = max(law.left_out, key=lambda budget: law.left_out[budget])
         rows.append(("mean error at a budget left out", _percent(mean)))
-        rows.append((f"largest, at {worst:.3g} FLOPs", _percent(law.left_out[worst])))
+        rows.append((f"largest, at {format_flops(worst)} FLOPs", _percent(law.left_out[worst])))
     return rows
 
 
@@ -130,7 +131,7 @@ def _fixed_depth(models: list[ModelFit]) -> SummaryTable:
             rows.append(
                 (
                     model.model,
-                    f"{row.budget:.3g}",
+                    format_flops(row.budget),
                     f"{row.best_loops:g}",
                     f"{row.best_loss:.4f}",
                     MISSING if row.fixed_loss is None else f"{row.fixed_loss:.4f}",
@@ -215,7 +216,7 @@ def _held_out(models: list[ModelFit]) -> SummaryTable:
                 (
                     model.model,
                     f"{row.mean_loops:g}",
-                    f"{row.tokens:.3g}",
+                    format_count(row.tokens),
                     f"{row.measured:.4f}",
                     _estimate(row.predicted, 4),
                     _percent(row.error),

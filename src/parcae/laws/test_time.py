@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parcae.console import format_count
 from parcae.laws.bootstrap import Estimate, LawResult, estimate, relative_errors
 from parcae.laws.fit import CURVES, CURVES_POLISH, LawFit, Objective, huber, random_starts
 from parcae.laws.forms import EXPONENTIAL, TEST_TIME, UNIFIED, Law
@@ -137,7 +138,8 @@ def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
     """The curves that can be fitted, and warnings about the others and about rising ones."""
     kept, messages, rising = [], [], []
     for curve in curves:
-        name = f"the curve of mean_loops {curve.mean_loops[0]:g}, {curve.tokens[0]:.3g} tokens"
+        tokens = format_count(curve.tokens[0])
+        name = f"the curve of mean_loops {curve.mean_loops[0]:g}, {tokens} tokens"
         if np.ptp(curve.loss) < FLAT * curve.loss.mean():
             messages.append(f"test-time: {name} does not change with T and is not used.")
             continue
