@@ -68,7 +68,7 @@ class Dataset:
     repository: str
     folder: str
     revision: str
-    """Branch, tag or commit that was asked for when the commit was fixed."""
+    """Branch, tag or commit given when the commit was fixed."""
     commit: str
     files: tuple[RemoteFile, ...]
 

@@ -371,8 +371,8 @@ def _entry(state: object, name: str) -> Any:
 
 def _count(state: object, name: str) -> int:
     value = _entry(state, name)
-    whole = isinstance(value, int) and value >= 0
-    require(whole, f"loader state, {name}", f"{value!r} is not a whole number >= 0", STATE_REMEDY)
+    valid = isinstance(value, int) and value >= 0
+    require(valid, f"loader state, {name}", f"{value!r} is not a whole number >= 0", STATE_REMEDY)
     return value
 
 

@@ -49,7 +49,7 @@ LONGEST_PIECE = 131_072
 BATCH_CHARACTERS = 1 << 20
 CHARACTERS_AHEAD = 3 << 20
 ITEM_CHARACTERS = 200
-"""Added to the length of each text: the memory that one takes however short, in characters."""
+"""Added to the length of each text: the memory of even an empty one, in characters."""
 SAFE_CUT = re.compile(r"(?<=\S)(?= )|(?<=\n)(?=\S)")
 """Before a space that follows a visible character, or after a line break: `SPLIT` never joins
 characters across these, and looks neither back over the first nor ahead over the second."""
@@ -175,7 +175,7 @@ class Tokenizer:
 
     @property
     def backend_tokenizer(self) -> tokenizers.Tokenizer:
-        """The `tokenizers.Tokenizer` behind it, for example for a `DecodeStream`:
+        """The underlying `tokenizers.Tokenizer`, for example for its `DecodeStream`:
 
         stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
         text = stream.step(tokenizer.backend_tokenizer, token)
@@ -305,7 +305,7 @@ def _characters(batch: list[Document]) -> int:
 
 def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
     """Lists of about `BATCH_CHARACTERS` characters: an encoding takes a hundred times the memory
-    of its ids, so only so many may exist at once."""
+    of its ids, so few may exist at once."""
     batch: list[T] = []
     characters = 0
     for item in items:
