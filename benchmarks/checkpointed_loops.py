@@ -14,7 +14,7 @@ import time
 import torch
 
 import parcae
-from parcae.cpu import keep_freed_memory
+from parcae.machine import keep_freed_memory
 from parcae.model.frame import LanguageModel
 
 ROWS, LENGTH, LOOPS = 16, 128, 12

@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 import parcae
-from parcae.cpu import keep_freed_memory
 from parcae.infer import reference
+from parcae.machine import keep_freed_memory
 
 BATCH = 16
 BASE = "Engine"

@@ -22,7 +22,6 @@ import torch
 import one_at_a_time
 import parcae
 from parcae.console import err, out, table
-from parcae.cpu import keep_freed_memory
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.in_context import InContext, Questions
 from parcae.evaluation.jobs import DataFile, credit
@@ -30,6 +29,7 @@ from parcae.evaluation.prompts import SEEDS
 from parcae.evaluation.scorer import LoopedScorer, batches
 from parcae.evaluation.tasks import locate, tasks_named
 from parcae.files import write_json
+from parcae.machine import keep_freed_memory
 from parcae.runs import open_checkpoint
 
 TASKS = ("arc_easy", "hellaswag", "commonsense_qa", "mmlu_fewshot", "piqa", "boolq")

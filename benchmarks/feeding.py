@@ -20,8 +20,8 @@ import torch
 import parcae
 from packing import BATCH_ROWS, CONTEXT, interleave, load, mapped_documents, nothing
 from parcae.console import out, table
-from parcae.cpu import keep_freed_memory
 from parcae.files import write_json
+from parcae.machine import keep_freed_memory
 
 PRESET = "parcae-3m"
 TRAINED_ROWS = 8

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import parcae
-from parcae.cpu import keep_freed_memory
+from parcae.machine import keep_freed_memory
 from parcae.training.muon import Muon
 from parcae.training.optim import Optimiser, assign
 from parcae.training.schedule import Factors

@@ -22,14 +22,14 @@ from torch import Tensor
 from forced_decoding import Decoded, decode_forced
 from parcae import console
 from parcae import plotting as draw
-from parcae.cpu import keep_freed_memory
 from parcae.infer.engine import Engine, kernels
 from parcae.infer.exit import ExitRule
 from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan
+from parcae.machine import keep_freed_memory
 from parcae.runs import open_checkpoint
 from parcae.training.corpora import open_corpora
-from parcae.training.folder import read_recipe
+from parcae.training.run import read_recipe
 
 PROMPT = 32
 RULES = {
@@ -56,7 +56,7 @@ class Bench:
         opened = open_checkpoint(run)
         self.model, self.tokenizer, self.folder = opened
         recipe = read_recipe(run)
-        batches = open_corpora(recipe, run, lambda _: None).validation(recipe, rows)
+        batches = open_corpora(recipe, run).validation(recipe, rows)
         self.text: Tensor = next(iter(batches)).inputs
         self.loops = self.model.config.loop.nominal_loops
         self.rounds = rounds

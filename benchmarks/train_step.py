@@ -30,8 +30,8 @@ from torch import Tensor
 
 import parcae
 from measure import GemmRate
-from parcae.cpu import keep_freed_memory
 from parcae.infer import reference
+from parcae.machine import keep_freed_memory
 from parcae.model import flops
 from parcae.model.depth import Depths, sample
 from parcae.model.looped import LoopedModel

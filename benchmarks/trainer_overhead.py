@@ -18,16 +18,15 @@ from pathlib import Path
 
 import torch
 
-from parcae.cpu import keep_freed_memory
 from parcae.files import exclusive
-from parcae.training.corpora import open_corpora
-from parcae.training.display import Display
-from parcae.training.distributed import processes
+from parcae.machine import keep_freed_memory
+from parcae.training.corpora import open_corpora, prepare_corpora
+from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
-from parcae.training.log import Log
+from parcae.training.log import Display, Log
 from parcae.training.schedule import factors
 from parcae.training.settings import recipe_from_tree
-from parcae.training.trainer import Run
+from parcae.training.trainer import Trainer
 
 
 def main() -> None:
@@ -52,17 +51,17 @@ def compare(arguments: argparse.Namespace, out: Path) -> None:
             "run": {"device": "cpu", "validate_every": 0, "checkpoint_every": 0},
         }
     )
-    with processes(recipe.run) as workers, exclusive(out):
-        corpora = open_corpora(recipe, out, lambda _: None)
-        learner = Learner(recipe, workers, corpora)
-        run = Run(recipe, out, workers, learner, Display(shown=True))
+    with open_workers(recipe.run) as workers, exclusive(out):
+        prepare_corpora(recipe, out, lambda _: None)
+        learner = Learner(recipe, workers, open_corpora(recipe, out))
+        run = Trainer(recipe, out, workers, learner, Display(shown=True))
         run.log = Log(out)
         bare = Bare(learner)
         times: dict[str, list[float]] = {"trainer": [], "bare": []}
-        run._one_step()
+        run._train_step()
         for _ in range(arguments.rounds):
             first = learner.step
-            times["trainer"].append(seconds(run._one_step, arguments.steps))
+            times["trainer"].append(seconds(run._train_step, arguments.steps))
             # The same depths, drawn before the clock starts, so both do the same work.
             steps = [bare.prepare(first + i) for i in range(arguments.steps)]
             given = iter(steps)

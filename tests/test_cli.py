@@ -145,7 +145,7 @@ def test_demo(tmp_path, capsys):
     assert (tmp_path / "report" / "report.html").stat().st_size > 100_000
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
-    for words in ("1 loop ", "8 loops", "Look at", "Try next", "held-out loss"):
+    for words in ("1 loop ", "8 loops", "Look at", "Try next", "validation loss"):
         assert words in said
     assert main(["demo", "--out", str(tmp_path)]) == 0
     assert "holds a finished run" in capsys.readouterr().out

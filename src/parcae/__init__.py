@@ -39,6 +39,8 @@ _PUBLIC = {
     ),
     "runs": ("load", "open_checkpoint"),
     "sweeps.run": ("sweep",),
+    "training.cost": ("plan",),
+    "training.run": ("TrainResult", "train"),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
 imports below repeat it for type checkers; a test compares the two."""
@@ -70,6 +72,9 @@ if TYPE_CHECKING:
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.sweeps.run import sweep as sweep
+    from parcae.training.cost import plan as plan
+    from parcae.training.run import TrainResult as TrainResult
+    from parcae.training.run import train as train
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -16,8 +16,7 @@ from parcae.evaluation.loss import losses_by_depth
 from parcae.evaluation.run import evaluate
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
-from parcae.training.folder import read_recipe
-from parcae.training.peak import Peak
+from parcae.training.run import read_recipe, train
 from training import runs
 
 
@@ -25,9 +24,9 @@ from training import runs
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "find_peak", lambda *_: Peak(1e12))
+        patch.setattr(trainer, "peak_flops", lambda *_: 1e12)
         recipe = runs.recipe(runs.write_text(folder), budget={"steps": 2})
-        trainer.train(recipe, folder / "run")
+        train(recipe, folder / "run")
     return folder / "run"
 
 

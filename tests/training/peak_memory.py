@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from parcae.data.tokenizer import Tokenizer
-from parcae.training.corpora import open_corpora
-from parcae.training.distributed import processes
+from parcae.training.corpora import prepare_corpora
+from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
-from parcae.training.memory import memory
+from parcae.training.memory_estimate import estimate_memory
 from parcae.training.settings import recipe_from_tree
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta"
@@ -41,14 +41,14 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
             "run": {"device": "cpu", "checkpoint_loops": checkpointed},
         }
     )
-    with processes(recipe.run) as workers:
-        corpora = open_corpora(recipe, folder / "run", lambda _: None)
+    with open_workers(recipe.run) as workers:
+        corpora = prepare_corpora(recipe, folder / "run", lambda _: None)
         before = status("VmRSS")
         learner = Learner(recipe, workers, corpora)
         learner.take_step(0.0)
         peak = status("VmHWM")
         learner.close()
-    print(json.dumps([peak - before, memory(recipe, torch.float32, rows, 2).total]))
+    print(json.dumps([peak - before, estimate_memory(recipe, torch.float32, rows, 2).total]))
 
 
 def status(key: str) -> int:

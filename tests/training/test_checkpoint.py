@@ -20,12 +20,13 @@ from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
 from parcae.runs.layout import checkpoint_path, list_steps
 from parcae.training import checkpoint
 from parcae.training.checkpoint import Checkpoints, Snapshot
-from parcae.training.distributed import Processes
+from parcae.training.distributed import Workers
+from parcae.training.run import train
 from parcae.training.settings import plain_recipe
-from parcae.training.trainer import Run, train
+from parcae.training.trainer import Trainer
 from training import runs
 
-CPU = Processes(torch.device("cpu"))
+CPU = Workers(torch.device("cpu"))
 
 
 def snapshot(step, loss=None, size=10):
@@ -73,7 +74,7 @@ def test_without_validation_there_is_no_best(tmp_path):
 @pytest.mark.slow
 def test_the_best_of_a_run_survives(text, tmp_path, monkeypatch):
     """The validation of step 5 is made the best by hand."""
-    real = Run._validate
+    real = Trainer._validate
 
     def validate(self):
         improved = real(self)
@@ -83,7 +84,7 @@ def test_the_best_of_a_run_survives(text, tmp_path, monkeypatch):
             self.best_loss = 0.001
         return improved
 
-    monkeypatch.setattr(Run, "_validate", validate)
+    monkeypatch.setattr(Trainer, "_validate", validate)
     train(runs.recipe(text, budget={"steps": 12}), tmp_path / "run")
     assert list_steps(tmp_path / "run") == [5, 9, 12]
 
@@ -110,7 +111,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypa
         enough.wait(timeout=60)
         return plain(path)
 
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
@@ -120,7 +121,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypa
                 enough.set()
 
     monkeypatch.setattr(checkpoints, "sha256", slow)
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     quiet = {"checkpoint_every": 10, "validate_every": 0, "telemetry_every": 0}
     train(runs.recipe(text, budget={"steps": 20}, run=quiet), tmp_path / "run")
     assert len(during) == 3, "three steps were taken while a file was not finished"
@@ -142,7 +143,7 @@ def test_only_safetensors_and_json(text, tmp_path):
 @pytest.fixture
 def stopped(text, tmp_path, monkeypatch):
     """A run that was ended after step 7, with checkpoints at 5 (the best) and 6 and 7."""
-    real = Run._one_step
+    real = Trainer._train_step
 
     class Killed(BaseException):
         pass
@@ -156,7 +157,7 @@ def stopped(text, tmp_path, monkeypatch):
 
     recipe, run = runs.recipe(text, budget={"steps": 10}, run={"keep_last": 3}), tmp_path / "run"
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_one_step", one_step)
+        patched.setattr(Trainer, "_train_step", one_step)
         with pytest.raises(Killed):
             train(recipe, run)
     assert list_steps(run) == [5, 6, 7]
@@ -216,7 +217,7 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, on
     assert "step-00000007/model.safetensors: damaged" in said
     assert "step-00000006/optimiser/state.safetensors: damaged" in said
     assert "Resumed at step 5" in said
-    assert result["status"] == "finished"
+    assert result.status == "finished"
     store = open_store(run)
     assert list_steps(store.run) == [6, 9, 10], "6 is written again"
     assert store.latest() == (10, [])
@@ -308,7 +309,7 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
 
 
 def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         if self.learner.step == 4:
@@ -318,7 +319,7 @@ def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(write_toml(plain_recipe(runs.recipe(text))))
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_one_step", one_step)
+        patched.setattr(Trainer, "_train_step", one_step)
         assert cli.main(["train", str(recipe), "--out", str(run)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -335,7 +336,7 @@ def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     reached = []
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
@@ -343,7 +344,7 @@ def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
         time.sleep(0.02)
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     recipe = runs.recipe(text, budget={"steps": 60}, run={"checkpoint_every": 10})
     recipe = runs.changed(recipe, run={"validate_every": 0, "telemetry_every": 0})
     with pytest.raises(FileError, match="No space left"):

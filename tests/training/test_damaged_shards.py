@@ -6,8 +6,8 @@ import pytest
 
 from parcae.data.shards import HEAD, ShardedDocuments
 from parcae.files import FileError
+from parcae.training.run import train
 from parcae.training.settings import Recipe
-from parcae.training.trainer import train
 from training import runs
 
 
@@ -37,7 +37,7 @@ def test_a_flipped_bit_is_found_before_the_first_step(damaged):
 
 def test_who_trusts_the_disk_can_leave_it_out(damaged):
     recipe, run, _ = damaged
-    assert resume(runs.changed(recipe, data={"verify": False}), run)["status"] == "finished"
+    assert resume(runs.changed(recipe, data={"verify": False}), run).status == "finished"
 
 
 def test_processes_share_the_reading(damaged):

@@ -14,8 +14,9 @@ import pytest
 from parcae import cli
 from parcae.files import exclusive
 from parcae.recipe import merge, parse_flags, write_toml
+from parcae.training.run import train
 from parcae.training.settings import plain_recipe, with_flags
-from parcae.training.trainer import Run, train
+from parcae.training.trainer import Trainer
 from training import runs
 
 
@@ -124,9 +125,9 @@ def test_what_to_train(fails, tmp_path, write):
     assert "Give a recipe" in fails()
     assert "no such recipe" in fails(tmp_path / "none.toml")
     error = fails(write(), "--resume", tmp_path)
-    assert "not both" in error
+    assert "a resumed run has its own recipe" in error
     assert "Give a recipe" in error
-    assert "Leave --out away" in fails("--resume", tmp_path, "--out", tmp_path)
+    assert "Omit --out" in fails("--resume", tmp_path, "--out", tmp_path)
     (tmp_path / "bad.toml").write_text("[model\n")
     assert "not valid TOML" in fails(tmp_path / "bad.toml")
 
@@ -209,8 +210,8 @@ def test_without_enough_held_out_documents_a_run_works(documents, tmp_path, text
     held_out = json.loads((tmp_path / "run" / "data" / "0" / "manifest.json").read_text())
     tokens = held_out["totals"]["validation"]["tokens"]
     assert (0 < tokens < 17) if documents else tokens == 0
-    assert result["status"] == "finished"
-    assert result["validation"] == {}
+    assert result.status == "finished"
+    assert result.validation == {}
     assert runs.lines(tmp_path / "run", "validation") == []
     assert len(runs.lines(tmp_path / "run", "telemetry", "state_norm")) == 2
     assert "there is no validation" in capsys.readouterr().out
@@ -221,7 +222,7 @@ def test_a_folder_that_holds_a_run(write, fails, tmp_path):
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     error = fails(recipe, "--out", run)
-    assert f"holds a run already. Go on with it by `parcae train --resume {run}`" in error
+    assert f"exists and holds a run. Continue it with `parcae train --resume {run}`" in error
     error = fails("--resume", run, "--optimiser.lr", "0.1")
     assert error.startswith("parcae: optimiser.lr: differs from the run")
     assert "budget.steps: differs" in fails("--resume", run, "--budget.steps", "9")
@@ -283,7 +284,7 @@ def test_an_error_inside_a_run_is_not_blamed_on_its_folder(text, tmp_path, monke
     def one_step(self):
         raise PermissionError(13, "Permission denied", "/somewhere/else")
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     with pytest.raises(PermissionError, match="somewhere"):
         train(runs.recipe(text), tmp_path / "run")
 
@@ -302,9 +303,9 @@ def test_the_source_may_go_once_a_run_has_trained(write, text, tmp_path):
 def test_empty_prompts(prompts, text, tmp_path):
     settings = {"sample_prompts": prompts, "sample_tokens": 3}
     result = train(runs.recipe(text, budget={"steps": 2}, run=settings), tmp_path / "run")
-    drawn = [(sample["prompt"], sample["depth"]) for sample in result["samples"]]
+    drawn = [(sample["prompt"], sample["depth"]) for sample in result.samples]
     assert drawn == [(prompt, depth) for prompt in prompts for depth in (1, 2, 3, 4, 8)]
-    assert all(isinstance(sample["text"], str) for sample in result["samples"])
+    assert all(isinstance(sample["text"], str) for sample in result.samples)
 
 
 def test_processes_that_were_started_without_torchrun(write, fails, monkeypatch, tmp_path):
@@ -319,7 +320,7 @@ def test_a_single_process_of_torchrun_is_one_process(parallel, text, tmp_path, m
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     recipe = runs.recipe(text, budget={"steps": 2}, run={"parallel": parallel})
-    assert train(recipe, tmp_path / "run")["processes"] == 1
+    assert train(recipe, tmp_path / "run").processes == 1
 
 
 def command(words, rank, size, port, log):
@@ -363,7 +364,7 @@ def test_two_processes_end_together(changes, messages, write, tmp_path):
 def test_the_recipe_of_a_run_reads_back(text, tmp_path):
     recipe = runs.recipe(text, budget={"steps": 2})
     train(recipe, tmp_path / "run")
-    from parcae.training.folder import read_recipe
+    from parcae.training.run import read_recipe
 
     assert plain_recipe(read_recipe(tmp_path / "run")) == plain_recipe(recipe)
 
@@ -374,7 +375,7 @@ def test_a_folder_with_files_of_others_is_refused_and_left_alone(write, fails, t
     (mine / "data" / "text.jsonl").write_text("{}")
     (mine / "recipe.toml").write_text("# my own\n")
     before = {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}
-    assert "not of a run" in fails(write(), "--out", mine)
+    assert "is not a run folder" in fails(write(), "--out", mine)
     assert before.items() <= {p: p.read_bytes() for p in mine.rglob("*") if p.is_file()}.items()
 
 
@@ -391,4 +392,4 @@ def test_a_run_goes_on_from_another_folder(text, tmp_path, monkeypatch):
 def test_a_warm_up_beyond_the_run_is_said(tmp_path, text, capsys):
     recipe = runs.recipe(text, budget={"steps": 2}, schedule={"warmup_steps": 1000})
     train(recipe, tmp_path / "run")
-    assert "The warm-up of 1,000 steps is longer than the run" in capsys.readouterr().out
+    assert "1,000 steps are more than the run has" in capsys.readouterr().out

@@ -14,7 +14,8 @@ from parcae import cli
 from parcae.training import learner as learner_module
 from parcae.training.guard import Guard, diagnose
 from parcae.training.learner import Learner
-from parcae.training.trainer import Run, train
+from parcae.training.run import TrainResult, train
+from parcae.training.trainer import Trainer
 from training import runs
 
 
@@ -54,14 +55,14 @@ def poison_loss(monkeypatch, steps):
 def watch(monkeypatch):
     """Weights and optimiser state after every step."""
     seen = []
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
         tensors = {**self.learner.model.state_dict(), **self.learner.optimiser.tensors()}
         seen.append({name: tensor.detach().clone() for name, tensor in tensors.items()})
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     return seen
 
 
@@ -78,8 +79,8 @@ def test_a_bad_step_is_skipped_and_nothing_else(how, text, tmp_path, monkeypatch
         poison(monkeypatch, {2, 4}, how)
     seen = watch(monkeypatch)
     result = train(runs.recipe(text, budget={"steps": 6}), tmp_path / "run")
-    assert result["status"] == "finished"
-    assert result["skipped_steps"] == 2
+    assert result.status == "finished"
+    assert result.skipped_steps == 2
     assert [same(seen[i], seen[i + 1]) for i in range(5)] == [False, True, False, True, False]
     assert all(tensor.isfinite().all() for tensor in seen[-1].values())
     skipped = runs.lines(tmp_path / "run", "train", "skipped", "tokens")
@@ -88,7 +89,7 @@ def test_a_bad_step_is_skipped_and_nothing_else(how, text, tmp_path, monkeypatch
     assert events == [(3, "skipped"), (5, "skipped")]
     losses = dict(runs.lines(tmp_path / "run", "train", "loss"))
     assert (losses[3] is None) == (how == "loss"), "NaN is null in JSON"
-    assert math.isfinite(result["train_loss"])
+    assert math.isfinite(result.train_loss)
 
 
 @pytest.mark.slow
@@ -98,13 +99,13 @@ def test_a_skipped_step_resumes_to_the_same_bits(text, tmp_path, monkeypatch, on
     train(recipe, tmp_path / "whole")
     stop_after(monkeypatch, 4)
     train(recipe, tmp_path / "run")
-    monkeypatch.setattr(Run, "_one_step", REAL_ONE_STEP)
+    monkeypatch.setattr(Trainer, "_train_step", REAL_ONE_STEP)
     result = train(recipe, tmp_path / "run", resume=True)
-    assert result["skipped_steps"] == 2
+    assert result.skipped_steps == 2
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
 
 
-REAL_ONE_STEP = Run._one_step
+REAL_ONE_STEP = Trainer._train_step
 
 
 def stop_after(monkeypatch, step):
@@ -115,7 +116,7 @@ def stop_after(monkeypatch, step):
         if self.learner.step == step:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
 
 
 @pytest.mark.slow
@@ -133,11 +134,11 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
         poison(patched, set(range(7, 10**6)), math.nan)
         assert cli.main(["train", str(recipe), "--out", str(run)]) == 1
     assert "Traceback" not in capsys.readouterr().err
-    result = json.loads((run / "result.json").read_text())
-    assert result["status"] == "diverged"
-    assert result["skipped_steps"] == 8
-    assert result["steps"] == 15
-    assert "learning rate" in result["diagnosis"]
+    result = TrainResult.read(run)
+    assert result.status == "diverged"
+    assert result.skipped_steps == 8
+    assert result.steps == 15
+    assert "learning rate" in result.diagnosis
     what = [line[1:] for line in runs.lines(run, "event", "what")]
     assert what == [("skipped",)] * 8 + [("diverged",)]
     # checkpoint_every is 3 and keep_last 2: what was skipped has not pushed out what was good.
@@ -168,9 +169,9 @@ def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monk
         text, model=runs.RDM, run={"bad_steps_in_a_row": 3, "telemetry_every": telemetry}
     )
     result = train(recipe, tmp_path / "run")
-    assert result["status"] == "diverged"
-    assert "spectral radius" in result["diagnosis"]
-    assert "linear part expands" in result["diagnosis"]
+    assert result.status == "diverged"
+    assert "spectral radius" in result.diagnosis
+    assert "linear part expands" in result.diagnosis
     assert not list((tmp_path / "run" / "checkpoints").glob("*")), "nothing good to keep"
 
 
@@ -185,11 +186,11 @@ def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
                 self.learner.model.loop.core.injection.B.fill_(math.inf)
                 self.learner.model.loop.core.injection.log_A.fill_(math.nan)
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     recipe = runs.recipe(text, run={"bad_steps_in_a_row": 4, "telemetry_every": 1})
     result = train(recipe, tmp_path / "run")
-    assert result["status"] == "diverged"
-    assert "the loop has exploded" in result["diagnosis"]
+    assert result.status == "diverged"
+    assert "the loop has diverged" in result.diagnosis
     kept = tmp_path / "run" / "checkpoints" / "step-00000006"
     assert all(p.isfinite().all() for p in parcae.load(kept).parameters())
 
@@ -204,16 +205,16 @@ LR = {"muon": 8e-3}
 @pytest.mark.parametrize(
     ("now", "before", "word"),
     [
-        (None, None, "No loop to suspect"),
+        (None, None, "The model has no loop"),
         (seen(radius=1.2), seen(), "linear part expands: spectral radius 1.200"),
         (seen(norm=5e3), seen(), "state norm grew from 3 to 5e+03"),
         (seen(norm=5e3), None, "state norm grew from 2 to 5e+03"),
         (seen(norm=5e3), seen(norm=None), "state norm grew"),
-        (seen(norm=None), seen(), "no longer finite"),
-        (seen(radius=None), seen(), "no longer finite"),
-        (seen(), seen(), "suspect the learning rate"),
-        (seen(), None, "suspect the learning rate"),
-        (seen(radius=1.0), seen(), "suspect the learning rate"),
+        (seen(norm=None), seen(), "not finite at full depth"),
+        (seen(radius=None), seen(), "not finite at full depth"),
+        (seen(), seen(), "lower the learning rate"),
+        (seen(), None, "lower the learning rate"),
+        (seen(radius=1.0), seen(), "lower the learning rate"),
     ],
 )
 def test_diagnoses(now, before, word):
@@ -276,7 +277,7 @@ def test_a_spike_in_a_run_is_logged(text, tmp_path, monkeypatch):
     quiet = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
     recipe = runs.recipe(text, budget={"steps": 62}, run=quiet)
     result = train(recipe, tmp_path / "run")
-    assert result["spikes"] == 1
+    assert result.spikes == 1
     ((step, what, message),) = runs.lines(tmp_path / "run", "event", "what", "message")
     assert (step, what) == (60, "spike")
     assert "30.000" in message

@@ -13,8 +13,8 @@ from parcae import cli
 from parcae.config import ConfigError
 from parcae.recipe import write_toml
 from parcae.training.log import Log, finite, flat, keep_until, open_sinks
+from parcae.training.run import train
 from parcae.training.settings import located, plain_recipe
-from parcae.training.trainer import train
 from training import runs
 
 
@@ -199,4 +199,4 @@ def test_a_tracker_that_fails_does_not_end_the_run(trackers, text, tmp_path, mon
     monkeypatch.setattr(Writer, "add_scalar", fail)
     recipe = runs.recipe(text, budget={"steps": 2}, run={"sinks": ["tensorboard"]})
     with pytest.warns(UserWarning, match="no network"):
-        assert train(recipe, tmp_path / "run")["status"] == "finished"
+        assert train(recipe, tmp_path / "run").status == "finished"

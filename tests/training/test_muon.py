@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from parcae.training.muon import Muon, descend, reduce_variance
-from parcae.training.orthogonal import COEFFICIENTS, orthogonalise
+from parcae.training.muon import COEFFICIENTS, Muon, descend, orthogonalise, reduce_variance
 
 SHAPES = [(1, 1), (1, 9), (9, 1), (16, 16), (48, 192), (192, 48), (33, 70)]
 

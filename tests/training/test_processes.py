@@ -14,9 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcae.training import trainer
-from parcae.training.corpora import open_corpora
-from parcae.training.distributed import processes
+from parcae.training.corpora import open_corpora, prepare_corpora
+from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
+from parcae.training.run import train
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -55,15 +56,15 @@ def together(size, function, *arguments):
 
 def go(recipe, out, resume=False, stop_after=None):
     if stop_after is not None:
-        real = trainer.Run._one_step
+        real = trainer.Trainer._train_step
 
         def one_step(run):
             real(run)
             if run.learner.step >= stop_after:
                 os.kill(os.getpid(), 15)
 
-        trainer.Run._one_step = one_step
-    trainer.train(recipe, out, resume=resume)
+        trainer.Trainer._train_step = one_step
+    train(recipe, out, resume=resume)
 
 
 def go_in_float64(*arguments):
@@ -150,10 +151,10 @@ class Collectives(TorchDispatchMode):
 
 
 def count_gathers(recipe, out):
-    with processes(recipe.run) as workers:
+    with open_workers(recipe.run) as workers:
         if workers.is_first:
-            open_corpora(recipe, out, lambda _: None)
-        workers.wait()
+            prepare_corpora(recipe, out, lambda _: None)
+        workers.barrier()
         learner = Learner(recipe, workers, open_corpora(recipe, out))
         learner.take_step(0.0)
         core = 2 * sum(p.to_local().numel() for p in learner.model.loop.parameters())

@@ -8,7 +8,7 @@ import pytest
 
 from parcae.presets import PRESETS, model_from_table
 from parcae.recipe import read_toml
-from parcae.training.budget import tokens_per_step, total_steps
+from parcae.training.schedule import tokens_per_step, total_steps
 from parcae.training.settings import recipe_from_tree
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -91,7 +91,7 @@ def test_a_pair_differs_in_the_model_only(one, other):
     "path", [p for p in TRAINING if load(p.stem).run.device == "cuda"], ids=lambda path: path.stem
 )
 def test_the_large_ones_fit_their_devices(path):
-    from parcae.training.plan import plan
+    from parcae.training.cost import plan
 
     found = plan(load(path.stem), devices=8, device_flops="a100")
     assert found.tokens == pytest.approx(found.steps * found.tokens_per_step)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parcae.training import checkpoint
-from parcae.training.trainer import train
+from parcae.training.run import train
 from training import runs
 
 KILLS = 20

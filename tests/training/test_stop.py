@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -14,9 +13,9 @@ import torch
 from parcae import cli
 from parcae.recipe import write_toml
 from parcae.training import trainer
-from parcae.training.peak import Peak
+from parcae.training.run import TrainResult, train
 from parcae.training.settings import plain_recipe
-from parcae.training.trainer import Run, train
+from parcae.training.trainer import Trainer
 from training import runs
 
 QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
@@ -26,14 +25,14 @@ def command(words, log, pause, stuck_at=None):
     """`parcae` with its output in a file, slowly enough to be interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have ignored it
     torch.set_num_threads(1)
-    trainer.find_peak = lambda *_: Peak(1e12)
-    real = Run._one_step
+    trainer.peak_flops = lambda *_: 1e12
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
         time.sleep(60 if self.learner.step == stuck_at else pause)
 
-    Run._one_step = one_step
+    Trainer._train_step = one_step
     with log.open("w") as stream:
         sys.stderr = stream
         from parcae import console
@@ -75,21 +74,21 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     os.kill(process.pid, how)
     process.join(timeout=30)
     assert process.exitcode == 0, log.read_text()
-    assert f"saved. Go on with: parcae train --resume {run}" in log.read_text()
+    assert f"saved. Continue with: parcae train --resume {run}" in log.read_text()
     assert "Traceback" not in log.read_text()
-    result = json.loads((run / "result.json").read_text())
-    assert result["status"] == "interrupted"
-    assert 4 <= result["steps"] < 16
-    assert (run / "checkpoints" / f"step-{result['steps']:08d}").exists()
+    result = TrainResult.read(run)
+    assert result.status == "interrupted"
+    assert 4 <= result.steps < 16
+    assert (run / "checkpoints" / f"step-{result.steps:08d}").exists()
 
     again = train(recipe, run, resume=True)
     whole = train(recipe, tmp_path / "whole")
-    assert again["status"] == "finished"
-    assert again["seconds"] > result["seconds"], "the time goes on as well"
+    assert again.status == "finished"
+    assert again.seconds > result.seconds, "the time of both parts counts"
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
     differing = {"seconds"}
-    assert {k: v for k, v in again.items() if k not in differing} == {
-        k: v for k, v in whole.items() if k not in differing
+    assert {k: v for k, v in again.plain().items() if k not in differing} == {
+        k: v for k, v in whole.plain().items() if k not in differing
     }
     ours, theirs = runs.weights(run, 16), runs.weights(tmp_path / "whole", 16)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -97,15 +96,15 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
 
 def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
     """A cluster sends one to every process, and the launcher passes its own on to them."""
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(run):
         real(run)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
-    assert train(runs.recipe(text), tmp_path / "run")["status"] == "interrupted"
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
+    assert train(runs.recipe(text), tmp_path / "run").status == "interrupted"
     assert runs.weights(tmp_path / "run", 1)
 
 
@@ -131,17 +130,17 @@ def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
 def test_a_signal_in_the_last_step_does_not_make_a_finished_run_an_interrupted_one(
     text, tmp_path, monkeypatch
 ):
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
         if self.learner.step == 4:
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(Run, "_one_step", one_step)
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
     result = train(runs.recipe(text, budget={"steps": 4}, run=QUIET), tmp_path / "run")
-    assert result["status"] == "finished"
-    assert result["validation"]
+    assert result.status == "finished"
+    assert result.validation
 
 
 @pytest.mark.slow
@@ -152,7 +151,7 @@ def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(text, tmp_pa
     capsys.readouterr()
     assert train(recipe, run, resume=True) == result
     said = capsys.readouterr().out
-    assert "Resumed at step 6, its end: nothing is left to do." in said
+    assert "Resumed at step 6, the last one: nothing is left to do." in said
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
@@ -176,7 +175,7 @@ def test_the_callers_process_is_left_as_it_was(text, tmp_path):
 def test_an_error_in_a_step_leaves_no_thread_and_no_lock(text, tmp_path, monkeypatch):
     import threading
 
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
@@ -185,8 +184,8 @@ def test_an_error_in_a_step_leaves_no_thread_and_no_lock(text, tmp_path, monkeyp
 
     before, recipe = threading.active_count(), runs.recipe(text, budget={"steps": 4})
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_one_step", one_step)
+        patched.setattr(Trainer, "_train_step", one_step)
         with pytest.raises(RuntimeError, match="in a step"):
             train(recipe, tmp_path / "run")
     assert threading.active_count() == before
-    assert train(recipe, tmp_path / "run", resume=True)["status"] == "finished"
+    assert train(recipe, tmp_path / "run", resume=True).status == "finished"

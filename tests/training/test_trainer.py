@@ -14,12 +14,12 @@ import torch
 import parcae
 from parcae.model.flops import parameter_count, training_flops_per_token
 from parcae.training import trainer
-from parcae.training.budget import total_steps
 from parcae.training.corpora import open_corpora
-from parcae.training.display import Display
-from parcae.training.peak import Peak
+from parcae.training.log import Display
+from parcae.training.run import train
+from parcae.training.schedule import total_steps
 from parcae.training.settings import plain_recipe, recipe_from_tree
-from parcae.training.trainer import Run, train
+from parcae.training.trainer import Trainer
 from training import runs
 
 QUIET = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
@@ -65,10 +65,10 @@ def test_a_budget_is_spent(kind, text, tmp_path):
     amount = {"tokens": 64 * 3, "flops": 64 * 3 * training_flops_per_token(model)}
     amount["tokens_per_parameter"] = 64 * 3 / parameter_count(model)
     result = train(with_budget(text, **{kind: amount[kind]}), tmp_path / "run")
-    assert result["steps"] == 3
-    spent = {**result, "tokens_per_parameter": result["tokens"] / result["parameters"]}
+    assert result.steps == 3
+    spent = {**result.plain(), "tokens_per_parameter": result.tokens / result.parameters}
     assert spent[kind] == pytest.approx(amount[kind], rel=1e-9)
-    assert result["executed_flops"] != result["flops"], "depths were drawn"
+    assert result.executed_flops != result.flops, "depths were drawn"
 
 
 def cools_down_with_the_clock(run, minutes):
@@ -90,28 +90,28 @@ def test_a_run_by_the_clock(text, tmp_path):
     started = time.perf_counter()
     result = train(recipe, tmp_path / "run")
     took = time.perf_counter() - started
-    assert 2.0 <= result["seconds"] < 3.0
-    assert result["seconds"] < took
+    assert 2.0 <= result.seconds < 3.0
+    assert result.seconds < took
     rates = [line[1]["muon"] for line in runs.lines(tmp_path / "run", "train", "lr")]
-    assert len(rates) == result["steps"]
+    assert len(rates) == result.steps
     assert rates[0] == recipe.optimiser.muon_lr
     assert sorted(rates, reverse=True) == rates
     assert cools_down_with_the_clock(tmp_path / "run", 2 / 60)
-    assert set(result["validation"]) == {"1", "3", "6"}
+    assert set(result.validation) == {1, 3, 6}
     again = train(recipe, tmp_path / "run", resume=True)
-    assert again["steps"] == result["steps"], "its time is over"
-    assert again["validation"] == result["validation"]
+    assert again.steps == result.steps, "its time is over"
+    assert again.validation == result.validation
 
 
 @pytest.mark.slow
 def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch):
     """Validation and telemetry take their time from the run, and it is still validated last."""
-    monkeypatch.setattr(Run, "_look", lambda self: time.sleep(0.3))
+    monkeypatch.setattr(Trainer, "_measure_telemetry", lambda self: time.sleep(0.3))
     recipe = with_budget(text, minutes=1 / 60)
     recipe = runs.changed(recipe, run={"telemetry_every": 1})
     result = train(recipe, tmp_path / "run")
-    assert result["steps"] <= 4
-    assert result["validation"]
+    assert result.steps <= 4
+    assert result.validation
 
 
 @pytest.mark.slow
@@ -131,13 +131,13 @@ def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
 def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp_path, capsys):
     recipe = with_budget(text, steps=10**6, at_most_minutes=2 / 60)
     result = train(recipe, tmp_path / "run")
-    assert result["status"] == "finished"
-    assert 2.0 <= result["seconds"] < 3.0
+    assert result.status == "finished"
+    assert 2.0 <= result.seconds < 3.0
     assert cools_down_with_the_clock(tmp_path / "run", 2 / 60)
     said = capsys.readouterr().out
     assert "1,000,000 steps" in said
     assert "at most 0.0333333 minutes" in said
-    assert f"the limit, after {result['steps']} of 1000000 steps" in said
+    assert f"the limit, after {result.steps} of 1000000 steps" in said
 
 
 @pytest.mark.slow
@@ -170,11 +170,11 @@ def observed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("observed")
     text = runs.write_text(folder)
     recipe = runs.recipe(text, budget={"steps": 10}, model={"core_layers": 2})
-    trainer_peak, trainer.find_peak = trainer.find_peak, lambda *_: Peak(None)
+    trainer_peak, trainer.peak_flops = trainer.peak_flops, lambda *_: None
     try:
         result = train(recipe, folder / "run")
     finally:
-        trainer.find_peak = trainer_peak
+        trainer.peak_flops = trainer_peak
     model = parcae.load(folder / "run" / "checkpoints" / "step-00000010")
     return recipe, folder / "run", model, result
 
@@ -194,7 +194,7 @@ def test_validation_is_what_the_checkpoint_gives(observed):
         ]
         expected = sum(sums) / sum(targets.numel() for _, targets in batches)
         assert loss == pytest.approx(expected, rel=1e-6)
-        assert result["validation"][depth]["loss"] == loss
+        assert result.validation[int(depth)]["loss"] == loss
 
 
 @pytest.mark.slow
@@ -255,12 +255,12 @@ def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_th
     result = train(recipe, tmp_path / "whole")
     losses = [line[1] for line in runs.lines(tmp_path / "whole", "train", "loss")]
     assert losses[-1] < losses[0] - 0.1
-    depths = {"1"} if kind == "transformer" else {"1", "3", "6"}
-    assert set(result["validation"]) == depths
+    depths = {1} if kind == "transformer" else {1, 3, 6}
+    assert set(result.validation) == depths
     looks = runs.lines(tmp_path / "whole", "telemetry")
     assert len(looks) == (0 if kind == "transformer" else 2)
 
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
@@ -268,8 +268,8 @@ def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_th
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_one_step", one_step)
-        assert train(recipe, tmp_path / "run")["status"] == "interrupted"
+        patched.setattr(Trainer, "_train_step", one_step)
+        assert train(recipe, tmp_path / "run").status == "interrupted"
     train(recipe, tmp_path / "run", resume=True)
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
 
@@ -280,7 +280,7 @@ def test_bfloat16_on_the_cpu(text, tmp_path):
     for precision in ("float32", "bfloat16"):
         recipe = runs.recipe(text, run={"precision": precision}, budget={"steps": 6})
         result = train(recipe, tmp_path / precision)
-        assert result["status"] == "finished"
+        assert result.status == "finished"
         losses[precision] = [x[1] for x in runs.lines(tmp_path / precision, "train", "loss")]
         stored = runs.weights(tmp_path / precision, 6)
         assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
@@ -322,8 +322,8 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     monkeypatch.setattr(sampling, "probabilities", probabilities)
     settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
-    assert [sample["depth"] for sample in result["samples"]] == [1, 2, 3]
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+    assert [sample["depth"] for sample in result.samples] == [1, 2, 3]
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.plain()
 
 
 @pytest.mark.slow
@@ -334,13 +334,13 @@ def test_a_prompt_over_the_context_is_sampled_from_its_end(text, tmp_path, monke
     settings = {**QUIET, "sample_prompts": ["alpha " * 200], "sample_tokens": 1}
     settings["precision"] = precision
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
-    assert result["samples"]
+    assert result.samples
 
 
 def whole_and_killed(recipe, whole, run):
     torch.set_num_threads(2)
     train(recipe, whole)
-    real = Run._one_step
+    real = Trainer._train_step
 
     def one_step(self):
         real(self)
@@ -348,7 +348,7 @@ def whole_and_killed(recipe, whole, run):
             self.checkpoints.wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Run._one_step = one_step
+    Trainer._train_step = one_step
     train(recipe, run)
 
 

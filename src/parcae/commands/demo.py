@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from parcae.experiments.looping import Profile
+    from parcae.training.run import TrainResult
+    from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
-ANEW = "`make demo AGAIN=1`, or `parcae demo --again`, trains again."
+TRAIN_AGAIN = "`make demo AGAIN=1`, or `parcae demo --again`, trains it again."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -24,29 +26,31 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("out/demo"),
         metavar="FOLDER",
-        help="folder of the run, the figure and the report (default: %(default)s)",
+        help="folder of the run, its report and figure (default: out/demo)",
     )
     parser.add_argument(
-        "--again", action="store_true", help="train again even if the folder holds a run"
+        "--again",
+        action="store_true",
+        help="delete an existing run and train again (default: continue it, or show it)",
     )
     parser.set_defaults(run=run, takes_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.recipe import find_recipe, parse_flags
-    from parcae.training.settings import recipe_from_file
+    from parcae.recipe import parse_flags
+    from parcae.training.settings import resolve_recipe
 
-    recipe = recipe_from_file(find_recipe("demo"), parse_flags(arguments.settings))
+    recipe = resolve_recipe("demo", parse_flags(arguments.settings))
     folder = arguments.out / "run"
     console.out.print(
-        "A looped model sends its activations through the same layers again and again.\n"
+        "A looped model applies the same layers to its activations several times.\n"
         "This trains a small one on the source of Python's standard library, then lets it predict\n"
         "and write with 1, 2, 4 and 8 loops: the same weights, more computation.\n"
     )
     result = _train(recipe, folder, arguments.again)
-    if result["status"] != "finished":
-        return 0 if result["status"] == "interrupted" else 1
+    if result.status != "finished":
+        return 0 if result.status == "interrupted" else 1
     from parcae.report.page import write_report
     from parcae.report.runs import read_runs
 
@@ -56,32 +60,26 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _train(recipe: Any, folder: Path, again: bool) -> dict[str, Any]:
-    """A new run; or on with one that was stopped; or what one that ended came to."""
+def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
+    """A new run, a continued one, or the result of one that has finished."""
     import shutil
 
     from parcae import console
-    from parcae.runs import read_result
     from parcae.runs.layout import RECIPE_FILE
-    from parcae.training.folder import read_recipe
-    from parcae.training.trainer import train
+    from parcae.training.run import TrainResult, train
 
     if again and (folder / RECIPE_FILE).exists():
         shutil.rmtree(folder)
     if not (folder / RECIPE_FILE).exists():
         return train(recipe, folder)
-    result = read_result(folder)
-    if result is not None and result["status"] == "finished":
-        console.out.print(
-            f"{folder} is a finished run; it is shown again. {ANEW}\n", soft_wrap=True
-        )
+    result = TrainResult.read(folder)
+    if result is not None and result.status == "finished":
+        console.print_text(f"{folder} is a finished run; it is shown again. {TRAIN_AGAIN}\n")
         return result
-    return train(read_recipe(folder), folder, resume=True)
+    return train(folder, resume=True)
 
 
-def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
-    from typing import cast
-
+def _measure(recipe: Recipe, folder: Path, path: Path) -> tuple[Profile, Path]:
     from parcae.experiments.looping import measure, picture
     from parcae.model.looped import LoopedModel
     from parcae.runs import load
@@ -93,7 +91,7 @@ def _measure(recipe: Any, folder: Path, path: Path) -> tuple[Profile, Path]:
 
 
 def _explain(
-    result: dict[str, Any], profile: Profile, picture: Path, report: Path, folder: Path
+    result: TrainResult, profile: Profile, picture: Path, report: Path, folder: Path
 ) -> None:
     from rich.text import Text
 
@@ -108,17 +106,17 @@ def _explain(
         )
         for t in (*SHOWN_DEPTHS, 16)
     ]
-    columns = ("loops T", "held-out loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
+    columns = ("loops T", "validation loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
     console.out.print(console.table("The same weights at several depths", columns, rows))
     if not profile.gains:
         console.out.print(
-            f"Loops do not lower the loss yet: {result['steps']} steps are too few. If the machine "
-            f"was busy: {ANEW}\n",
+            f"More loops do not lower the loss after only {result.steps} steps. "
+            f"If the machine was busy: {TRAIN_AGAIN}\n",
             highlight=False,
             soft_wrap=True,
         )
-    prompt = result["samples"][0]["prompt"] if result["samples"] else ""
-    for sample in result["samples"]:
+    prompt = result.samples[0]["prompt"] if result.samples else ""
+    for sample in result.samples:
         if sample["prompt"] == prompt and sample["depth"] in SHOWN_DEPTHS:
             loops = "1 loop" if sample["depth"] == 1 else f"{sample['depth']} loops"
             console.out.print(Text(f"── {loops} " + "─" * 60, style="cyan"))
@@ -127,13 +125,13 @@ def _explain(
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
         f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
-        f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as it "
-        "needs; without a text, a conversation)\n"
+        f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as "
+        "often as it needs; without a prompt, an interactive session)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
         "          docs/tour.md, docs/training.md\n"
-        "Anew      make demo AGAIN=1",
+        "Again     make demo AGAIN=1",
         highlight=False,
         soft_wrap=True,
         markup=False,

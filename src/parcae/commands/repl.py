@@ -13,7 +13,7 @@ from parcae.commands.generation_output import print_summary, write_prompt, write
 from parcae.config import ConfigError
 from parcae.infer.engine import Engine, Prompt
 from parcae.infer.sequence import Meter
-from parcae.training.stop import StopSignals
+from parcae.machine import StopSignals
 
 HELP = r"""Every line is a prompt; a line that ends in \ continues on the next one.
 An empty line or Ctrl-D quits. Ctrl-C stops the current text. /more continues the last text.

@@ -12,7 +12,10 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run")
     parser.add_argument(
-        "--out", type=Path, help="folder (default: RUN/report, or out/report for several)"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the page (default: RUN/report, or out/report for several runs)",
     )
     parser.set_defaults(run=run)
 

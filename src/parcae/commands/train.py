@@ -1,4 +1,4 @@
-"""`parcae train`: from a recipe to a run's folder, or on with a run that was stopped."""
+"""`parcae train`: train a model from a recipe, or resume a run."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "torchrun --nproc-per-node 8 -m parcae train RECIPE.toml --out RUN",
     )
     parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE.toml", help="recipe of a new run; none with --resume"
+        "recipe",
+        nargs="?",
+        metavar="RECIPE.toml",
+        help="recipe of a new run: a file, or the name of one that comes with parcae",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="RUN", help="folder of the run (default: runs/<recipe's name>)"
+        "--out", type=Path, metavar="RUN", help="run folder (default: runs/<name of the recipe>)"
     )
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue this run from its newest checkpoint"
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue the run in this folder from its newest checkpoint (default: a new run)",
     )
     parser.set_defaults(run=run, takes_settings=True, lists_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from parcae.config import require
+    from parcae.config import ConfigError, require
     from parcae.recipe import parse_flags
-    from parcae.training.folder import read_recipe
-    from parcae.training.settings import recipe_from_file
+    from parcae.training.run import default_folder, read_recipe, train
+    from parcae.training.settings import resolve_recipe
 
-    source, resumed = arguments.recipe, arguments.resume
-    either = "Give a recipe to start a run, or --resume RUN to go on with one."
-    given = [one for one in (source, resumed) if one is not None]
-    require(len(given) > 0, "train", "there is nothing to train", either)
+    source: str | None = arguments.recipe
+    resumed: Path | None = arguments.resume
+    remedy = "Give a recipe to start a run, or --resume RUN to continue one."
     require(
-        len(given) < 2,
+        source is None or resumed is None,
         "train",
-        f"not both {source} and --resume {resumed}, which follows the recipe in its folder",
-        either,
+        f"both {source} and --resume {resumed} are given; a resumed run has its own recipe",
+        remedy,
     )
-    flags = parse_flags(arguments.settings)
+    overrides = parse_flags(arguments.settings)
     if resumed is not None:
-        remedy = "Leave --out away."
-        require(arguments.out is None, "--out", "a resumed run stays in its folder", remedy)
-        out, recipe = resumed, read_recipe(resumed, flags)
+        message = "a resumed run stays in its folder"
+        require(arguments.out is None, "--out", message, "Omit --out.")
+        result = train(read_recipe(resumed, overrides), resumed, resume=True)
+    elif source is not None:
+        result = train(resolve_recipe(source, overrides), arguments.out or default_folder(source))
     else:
-        out = arguments.out or Path("runs") / Path(source).stem
-        recipe = recipe_from_file(source, flags)
-
-    from parcae.training.trainer import train  # after the recipe, whose errors need not wait for it
-
-    result = train(recipe, out, resume=resumed is not None)
-    return 1 if result["status"] == "diverged" else 0
+        raise ConfigError(f"train: no recipe is given. {remedy}")
+    return 1 if result.status == "diverged" else 0

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parcae.config import BlockShape, ConfigError, ModelConfig, require
 from parcae.console import format_bytes
-from parcae.memory import available_memory
+from parcae.machine import available_memory
 
 SMALLEST_CAPACITY = 64
 

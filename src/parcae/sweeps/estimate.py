@@ -13,10 +13,10 @@ from parcae import console
 from parcae.data.loader import Batch
 from parcae.model.flops import token_flops
 from parcae.sweeps.plan import PlannedRun
-from parcae.training.budget import flops_per_step
-from parcae.training.distributed import Processes, find_device
+from parcae.training.cost import UTILISATION, plan
+from parcae.training.distributed import Workers, find_device
 from parcae.training.learner import Learner
-from parcae.training.plan import UTILISATION, plan
+from parcae.training.schedule import flops_per_step
 from parcae.training.settings import Recipe
 
 TRIAL_SECONDS = 0.5
@@ -117,7 +117,7 @@ def _measured_speeds(runs: Sequence[PlannedRun], threads: int) -> dict[tuple[str
 
 def measured_speed(recipe: Recipe) -> float:
     """FLOP/s of training steps on rows of random tokens."""
-    learner = Learner(recipe, Processes(find_device(recipe.run.device)), RandomData())
+    learner = Learner(recipe, Workers(find_device(recipe.run.device)), RandomData())
     learner.take_step(0.0)  # the first step is slower than the others
     work, start = 0.0, time.perf_counter()
     while not work or time.perf_counter() < start + TRIAL_SECONDS:

@@ -31,8 +31,8 @@ from parcae.runs import read_result, read_status
 from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
 from parcae.sweeps.plan import PlannedRun
 from parcae.sweeps.worker import RunRequest
-from parcae.training.corpora import open_corpora
-from parcae.training.folder import differences
+from parcae.training.corpora import prepare_corpora
+from parcae.training.run import differences
 from parcae.training.settings import DataConfig, located, plain_recipe, recipe_from_tree
 
 PLAN_FILE, FAILED_FILE, JOBS_FILE = "sweep.json", "failed.json", "jobs.json"
@@ -125,7 +125,7 @@ class SweepFolder:
         ]
         ready = all((folder / MANIFEST).exists() for folder in folders)
         if not (ready and (self.path / TOKENIZER_FILE).exists()):
-            open_corpora(located(smallest), self.path, message)
+            prepare_corpora(located(smallest), self.path, message)
         shared = {
             "sources": tuple(map(str, folders)),
             "tokenizer": str(self.path / TOKENIZER_FILE),

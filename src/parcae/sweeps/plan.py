@@ -20,7 +20,7 @@ from parcae.config import ConfigError, ModelConfig, require
 from parcae.model import flops as count
 from parcae.presets import PRESETS
 from parcae.recipe import merge
-from parcae.training.budget import flops_per_step, tokens_per_step, total_steps
+from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
 from parcae.training.settings import KINDS_OF_BUDGET, Recipe, recipe_from_tree
 
 ARGUMENTS = {

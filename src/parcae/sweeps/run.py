@@ -12,6 +12,7 @@ import torch
 from parcae import console
 from parcae.config import ConfigError
 from parcae.files import exclusive
+from parcae.machine import StopSignals
 from parcae.recipe import build, from_file
 from parcae.runs import read_result
 from parcae.sweeps.estimate import Estimate, estimate
@@ -28,7 +29,6 @@ from parcae.sweeps.progress import (
 from parcae.sweeps.slurm import SlurmConfig, check_slurm, job_states, submit
 from parcae.sweeps.worker import RunRequest
 from parcae.training.settings import KINDS_OF_BUDGET, with_flags
-from parcae.training.stop import StopSignals
 
 
 @dataclass(frozen=True)

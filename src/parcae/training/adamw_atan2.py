@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from parcae.training.shards import local, sum_over_shards
+from parcae.training.distributed import local_part, sum_over_shards
 
 
 class AdamWAtan2(Optimizer):
@@ -48,10 +48,10 @@ class AdamWAtan2(Optimizer):
                 self._step_all(parameters, group)
 
     def _step_all(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        moments = [self._move_on(p, *group["betas"]) for p in parameters]
+        moments = [self._update_moments(p, *group["betas"]) for p in parameters]
         squares = torch.stack(
             [
-                _surprise(local(p.grad), v_hat)
+                _surprise(local_part(p.grad), v_hat)
                 for p, (_, v_hat) in zip(parameters, moments, strict=True)
                 if p.grad is not None
             ]
@@ -61,15 +61,15 @@ class AdamWAtan2(Optimizer):
         rms = (sum_over_shards(squares, parameters[0]) / sizes).sqrt()
         rates = (group["lr"] / rms.clamp_min(1.0)).unbind()
         for p, (m_hat, v_hat), rate in zip(parameters, moments, rates, strict=True):
-            weight = local(p)
+            weight = local_part(p)
             weight.mul_(1 - group["weight_decay"])
             weight.sub_(torch.atan2(m_hat, v_hat.sqrt_()).mul_(rate))
 
-    def _move_on(self, p: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
+    def _update_moments(self, p: Tensor, beta1: float, beta2: float) -> tuple[Tensor, Tensor]:
         """(m_hat, v_hat) of this rank's part after one more gradient."""
         state = self.state[p]
-        gradient = local(p.grad)  # pyright: ignore[reportArgumentType]
-        m, v, step = local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"]
+        gradient = local_part(p.grad)  # pyright: ignore[reportArgumentType]
+        m, v, step = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]), state["step"]
         step += 1
         m.lerp_(gradient, 1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

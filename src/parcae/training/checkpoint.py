@@ -1,18 +1,11 @@
-"""Training state on disk: written whole in the background, verified on load, resharded at will.
+"""Writes a run's checkpoints in the background, and reads them back into live tensors.
 
-    RUN/checkpoints/step-00000500/
-        config.json, model.safetensors     the model: `parcae.load` reads this folder
-        optimiser/state.safetensors        every tensor of the optimiser
-        tokenizer.json
-        state.json                         step, data position, counters; sha256 of all the others
+`parcae.runs` knows the files of a checkpoint. Sharded processes write `shard-*.safetensors` instead
+of one file, each its own part; the reader (`torch.distributed.checkpoint` on safetensors) takes
+either, into whole tensors or into shards of another number of processes. Nothing is unpickled.
 
-Sharded processes write `shard-*.safetensors` instead of one file, each its own part; the reader
-(`torch.distributed.checkpoint` on safetensors) takes either, into whole tensors or shards of
-another number of processes. Nothing is ever unpickled.
-
-A checkpoint is written into a hidden folder and renamed when it is complete and on the disk, so
-one that has its name is whole. What chance decides is a function of (seed, step, row), so step and
-seed stand for all generators.
+A checkpoint is written into a hidden folder, which is renamed when all files are on disk. All
+randomness is a function of (seed, step, row), so step and seed replace the state of generators.
 """
 
 from __future__ import annotations
@@ -58,12 +51,12 @@ from parcae.runs.layout import (
     list_steps,
     step_of,
 )
-from parcae.training.distributed import Processes, Several
+from parcae.training.distributed import ProcessGroupWorkers, Workers
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds, as live tensors and plain values."""
+    """The contents of a checkpoint, as live tensors and plain values."""
 
     step: int
     weights: Mapping[str, Tensor]
@@ -76,45 +69,45 @@ class Snapshot:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, run: Path, processes: Processes, keep_last: int, keep_best: bool) -> None:
+    def __init__(self, run: Path, workers: Workers, keep_last: int, keep_best: bool) -> None:
         self.run = run
-        self.processes = processes
+        self.workers = workers
         self.keep_last, self.keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._newest: int | None = None
-        if processes.is_first:  # which holds the run's folder: nobody else is writing here
+        if workers.is_first:  # it holds the lock of the run folder
             for path in hidden_checkpoints(run):
                 shutil.rmtree(path, ignore_errors=True)
 
     def save(self, snapshot: Snapshot) -> None:
-        """Copy now, write in the background. Waits for the one before, and raises its error.
+        """Copy now, write in the background. Waits for the previous one, and raises its error.
 
-        All processes come here, and to `wait`, together.
+        All processes must call this, and `wait`, together.
         """
         self.wait()
-        if snapshot.step == self._newest:  # known to every process without asking the others
+        if snapshot.step == self._newest:  # known to every process without communication
             return
         self._newest = snapshot.step
         hidden = hidden_path(self.run, snapshot.step)
-        if isinstance(self.processes, Several) and self.processes.sharded:
+        if isinstance(self.workers, ProcessGroupWorkers) and self.workers.sharded:
             parts = [(hidden, snapshot.weights), (hidden / OPTIMISER_FOLDER, snapshot.optimiser)]
-            write = _sharded_writer(parts, self.processes)
-        elif self.processes.is_first:
+            write = _sharded_writer(parts, self.workers)
+        elif self.workers.is_first:
             write = _whole_writer(hidden, _copy(snapshot.weights), _copy(snapshot.optimiser))
         else:
             return
         self._pending = self._writer.submit(self._finish, write, hidden, snapshot)
 
     def wait(self) -> None:
-        """For the one that is being written; if any process failed at that, all raise an error."""
+        """Wait until the checkpoint is written; if a process failed to, all raise an error."""
         pending, self._pending = self._pending, None
         error = None if pending is None else pending.exception()
-        self.processes.share(error)
+        self.workers.raise_together(error)
 
     @property
     def failed(self) -> bool:
-        """Whether this process knows already that `wait` will raise an error."""
+        """Whether this process already knows that `wait` will raise an error."""
         pending = self._pending
         return pending is not None and pending.done() and pending.exception() is not None
 
@@ -124,7 +117,7 @@ class Checkpoints:
     def _finish(self, write: Callable[[], None], hidden: Path, snapshot: Snapshot) -> None:
         try:
             write()
-            if not self.processes.is_first:
+            if not self.workers.is_first:
                 return
             write_json(hidden / CONFIG_FILE, snapshot.header)
             if (self.run / TOKENIZER_FILE).exists():
@@ -138,7 +131,7 @@ class Checkpoints:
             reason = getattr(error, "strerror", None) or str(error).strip()
             raise FileError(
                 f"{checkpoint_path(self.run, snapshot.step)}: the checkpoint could not be written "
-                f"({reason}). Earlier ones are whole: make room, then go on with "
+                f"({reason}). Earlier ones are complete: free some space, then continue with "
                 "--resume."
             ) from error
 
@@ -154,7 +147,7 @@ class Checkpoints:
                 shutil.rmtree(hidden, ignore_errors=True)
 
     def latest(self) -> tuple[int, list[str]] | None:
-        """The newest step whose files are all as they were written, and what was wrong above."""
+        """The newest step whose checksums all match, and what is wrong with later ones."""
         problems: list[str] = []
         for step in reversed(list_steps(self.run)):
             try:
@@ -167,9 +160,9 @@ class Checkpoints:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename those that were damaged, so that they are neither kept as the last nor in the way
-        of the ones that will be written again."""
-        if self.processes.is_first:
+        """Rename later, damaged checkpoints, so that they neither count as the last ones nor are in
+        the way of those that will be written again."""
+        if self.workers.is_first:
             for later in list_steps(self.run):
                 if later > step:
                     aside = damaged_path(self.run, later)
@@ -179,24 +172,24 @@ class Checkpoints:
     def load(
         self, step: int, weights: Mapping[str, Tensor], optimiser: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        """Fill live tensors in place; returns the plain state."""
+        """Read into live tensors in place; returns state.json."""
         folder = checkpoint_path(self.run, step)
         self._newest = step
-        fill(weights, folder, self.processes)
-        fill(optimiser, folder / OPTIMISER_FOLDER, self.processes)
+        read_tensors(weights, folder, self.workers)
+        read_tensors(optimiser, folder / OPTIMISER_FOLDER, self.workers)
         return read_state(folder)
 
 
-def fill(tensors: Mapping[str, Tensor], folder: Path, processes: Processes) -> None:
-    """Read safetensors files into tensors of the same names, whole or sharded."""
+def read_tensors(tensors: Mapping[str, Tensor], folder: Path, workers: Workers) -> None:
+    """Read safetensors files in place into tensors of the same names, whole or sharded."""
     reader = HuggingFaceStorageReader(str(folder))
     stored = reader.read_metadata().state_dict_metadata
     _check_names(folder, {n: t.shape for n, t in tensors.items()}, stored)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process is known
-        alone = not isinstance(processes, Several)
-        group = None if alone else processes.quiet_group
-        load(dict(tensors), storage_reader=reader, no_dist=alone, process_group=group)
+        warnings.simplefilter("ignore")  # that there is only one process
+        single = not isinstance(workers, ProcessGroupWorkers)
+        group = None if single else workers.background_group
+        load(dict(tensors), storage_reader=reader, no_dist=single, process_group=group)
 
 
 def _check_names(folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
@@ -208,7 +201,7 @@ def _check_names(folder: Path, wanted: Mapping[str, Any], stored: Mapping[str, A
         if name in stored and stored[name].size != shape
     ]
     if problems:
-        raise FileError(f"{folder}: does not fit this run: {'; '.join(problems[:5])}.")
+        raise FileError(f"{folder}: does not match this run: {'; '.join(problems[:5])}.")
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,22 +220,22 @@ def _whole_writer(
 
 
 def _sharded_writer(
-    parts: list[tuple[Path, Mapping[str, Tensor]]], processes: Several
+    parts: list[tuple[Path, Mapping[str, Tensor]]], workers: ProcessGroupWorkers
 ) -> Callable[[], None]:
-    """Each process copies its shards now; all of them write theirs together later."""
-    mesh = init_device_mesh("cpu", (processes.size,))
+    """Each process copies its shards now; the returned function writes them, on all together."""
+    mesh = init_device_mesh("cpu", (workers.size,))
     staged = [(folder, {n: _stage(t, mesh) for n, t in part.items()}) for folder, part in parts]
 
     def write() -> None:
         for folder, tensors in staged:
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-            save(tensors, storage_writer=writer, process_group=processes.quiet_group)
+            save(tensors, storage_writer=writer, process_group=workers.background_group)
 
     return write
 
 
 def _stage(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A copy in the memory of the CPU, sharded as it was."""
+    """A copy in CPU memory, sharded in the same way."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True)

@@ -1,5 +1,8 @@
-"""From the `[data]` table to rows: shards are opened, other sources are tokenised into the run's
-folder once, so that a resumed run and every process read the same bytes."""
+"""The data of a run, from the `[data]` table to rows.
+
+`prepare_corpora` tokenises sources that are not shards into the run folder, once; `open_corpora`
+opens the shards, so that every process and a resumed run read the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ from parcae.data.sources import SPLITS, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.evaluation.loss import held_out_batches, with_held_out_rows
+from parcae.files import FileError
 from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
 from parcae.training.settings import Recipe
 
 TOKENIZER_CHARACTERS = 200_000_000
-WORTH_SAYING_BYTES = 1 << 30
-"""Of shards to check: less takes a moment."""
+REPORTED_BYTES = 1 << 30
+"""Size of shards from which checking them is reported; smaller ones take a moment."""
 
 
 class TrainingData(Protocol):
@@ -41,7 +45,7 @@ class TrainingData(Protocol):
 
 @dataclass(frozen=True)
 class Corpora:
-    """What a run reads: folders of shards with their shares, and the tokenizer of all of them."""
+    """Folders of shards with their weights, and the tokenizer they have in common."""
 
     folders: tuple[Path, ...]
     weights: tuple[float, ...]
@@ -62,7 +66,7 @@ class Corpora:
         return Loader(sources, config, rank, world_size)
 
     def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
-        """At most `validation_rows` held-out rows, shared evenly by the sources that have any."""
+        """At most `validation_rows` held-out rows, taken evenly from the sources that have any."""
         return held_out_batches(
             self._held_out(recipe),
             recipe.model.context_length,
@@ -72,8 +76,8 @@ class Corpora:
             recipe.data.split_long,
         )
 
-    def verify(self, rank: int, processes: int, say: Callable[[str], None]) -> None:
-        """Read every shard, each process its part; an error names the first that is damaged."""
+    def verify(self, rank: int, processes: int, report: Callable[[str], None]) -> None:
+        """Verify the checksums of this process's part of the shards; FileError names a bad one."""
         manifests = {folder: read_manifest(folder) for folder in self.folders}
         stores = [
             ShardedDocuments.open(folder, split)
@@ -82,8 +86,8 @@ class Corpora:
             if manifest["shards"][split]
         ]
         size = sum(record.bytes for store in stores for record in store.records)
-        if size >= WORTH_SAYING_BYTES:
-            say(
+        if size >= REPORTED_BYTES:
+            report(
                 f"Checking {console.format_bytes(size)} of shards "
                 "(data.verify = false omits this) ..."
             )
@@ -92,7 +96,7 @@ class Corpora:
                 pass
 
     def bytes_of_token(self) -> Tensor | None:
-        """For bits per byte; None where the tokenizer's entries are not bytes."""
+        """Bytes of each token, for bits per byte; None if the tokenizer is not byte-level."""
         if not self.tokenizer.is_byte_level:
             return None
         return torch.as_tensor(self.tokenizer.bytes_per_token())
@@ -105,64 +109,88 @@ class Corpora:
         return with_held_out_rows(self.folders, recipe.model.context_length)
 
 
-def open_corpora(recipe: Recipe, run: Path, say: Callable[[str], None] | None = None) -> Corpora:
-    """What the recipe names. The process that can `say` things makes what is not there yet; the
-    others of a run come after it."""
+def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) -> None:
+    """Train the tokenizer and tokenise the sources into the run folder, where that is not done.
+
+    `report` is called with a message before each long operation. Only one process of a run may do
+    this; all of them call `open_corpora` afterwards.
+    """
+    tokenizer = _find_tokenizer(recipe, run)
+    if tokenizer is None:
+        size = recipe.model.vocab_size
+        names = ", ".join(recipe.data.sources)
+        report(f"Training a tokenizer of {size:,} entries on {names} ...")
+        tokenizer = train_tokenizer(
+            recipe.data.sources, size, characters=TOKENIZER_CHARACTERS, document_cap=0
+        )
+    _check_vocabulary(tokenizer, recipe)
+    tokenizer.save(run / TOKENIZER_FILE)
+    for source, folder in _folders(recipe, run):
+        if source == folder:
+            _check_tokenizer(folder, tokenizer)
+        elif not _is_in_use(run, folder):
+            _tokenise(str(source), tokenizer, recipe, folder, report)
+
+
+def open_corpora(recipe: Recipe, run: Path) -> Corpora:
+    """The prepared data of a run; creates nothing."""
+    tokenizer = _find_tokenizer(recipe, run)
+    if tokenizer is None:
+        raise FileError(f"{run / TOKENIZER_FILE}: no such file. The data is not prepared yet.")
+    _check_vocabulary(tokenizer, recipe)
+    folders = []
+    for source, folder in _folders(recipe, run):
+        if source == folder:
+            _check_tokenizer(folder, tokenizer)
+        folders.append(folder)
     sources = recipe.data.sources
-    prepared = {source: Path(source) for source in sources if (Path(source) / MANIFEST).exists()}
-    tokenizer = _tokenizer(recipe, run, prepared, say)
+    weights = recipe.data.weights or (1.0,) * len(sources)
+    names = tuple(f"{number}:{Path(source).name}" for number, source in enumerate(sources))
+    return Corpora(tuple(folders), weights, names, tokenizer)
+
+
+def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
+    """(source, folder of its shards): a source that is a folder of shards is its own folder."""
+    return [
+        (path, path if (path / MANIFEST).exists() else run / DATA_FOLDER / str(number))
+        for number, path in enumerate(map(Path, recipe.data.sources))
+    ]
+
+
+def _find_tokenizer(recipe: Recipe, run: Path) -> Tokenizer | None:
+    """The tokenizer of a run that has started, of the recipe, of prepared sources, or of the run
+    folder; None where one has to be trained."""
+    in_run = (run / TOKENIZER_FILE).exists()
+    if (run / METRICS_FILE).exists() and in_run:
+        return Tokenizer.load(run / TOKENIZER_FILE)  # a resumed run keeps its tokenizer
+    if recipe.data.tokenizer is not None:
+        return Tokenizer.load(recipe.data.tokenizer)
+    for source in map(Path, recipe.data.sources):
+        if (source / MANIFEST).exists():
+            return Tokenizer.load(source)
+    return Tokenizer.load(run / TOKENIZER_FILE) if in_run else None
+
+
+def _check_vocabulary(tokenizer: Tokenizer, recipe: Recipe) -> None:
     require(
         tokenizer.vocab_size <= recipe.model.vocab_size,
         "data.tokenizer",
         f"{tokenizer.vocab_size:,} entries do not fit model.vocab_size {recipe.model.vocab_size:,}",
         f"Use a smaller tokenizer, or --model.vocab_size {tokenizer.vocab_size}.",
     )
-    if say is not None:
-        tokenizer.save(run / TOKENIZER_FILE)
-    folders = []
-    for number, source in enumerate(sources):
-        if source in prepared:
-            _check_tokenizer(prepared[source], tokenizer)
-            folders.append(prepared[source])
-        else:
-            folders.append(run / DATA_FOLDER / str(number))
-            if say is not None and not _is_settled(run, folders[-1]):
-                _tokenise(source, tokenizer, recipe, folders[-1], say)
-    weights = recipe.data.weights or (1.0,) * len(sources)
-    names = tuple(f"{number}:{Path(source).name}" for number, source in enumerate(sources))
-    return Corpora(tuple(folders), weights, names, tokenizer)
-
-
-def _tokenizer(
-    recipe: Recipe, run: Path, prepared: dict[str, Path], say: Callable[[str], None] | None
-) -> Tokenizer:
-    if (run / METRICS_FILE).exists() and (run / TOKENIZER_FILE).exists():
-        return Tokenizer.load(run / TOKENIZER_FILE)  # the run goes on with what it began with
-    if recipe.data.tokenizer is not None:
-        return Tokenizer.load(recipe.data.tokenizer)
-    if prepared:
-        return Tokenizer.load(next(iter(prepared.values())))
-    if (run / TOKENIZER_FILE).exists():
-        return Tokenizer.load(run / TOKENIZER_FILE)
-    size = recipe.model.vocab_size
-    assert say is not None, "the first process trains the tokenizer"
-    say(f"Training a tokenizer of {size:,} entries on {', '.join(recipe.data.sources)} ...")
-    return train_tokenizer(
-        recipe.data.sources, size, characters=TOKENIZER_CHARACTERS, document_cap=0
-    )
 
 
 def _tokenise(
-    source: str, tokenizer: Tokenizer, recipe: Recipe, folder: Path, say: Callable[[str], None]
+    source: str, tokenizer: Tokenizer, recipe: Recipe, folder: Path, report: Callable[[str], None]
 ) -> None:
     if not (folder / MANIFEST).exists():
         size = sum(file.bytes for file in find_files([source]))
-        say(f"Tokenising {source} ({console.format_bytes(size)}) ...")
+        report(f"Tokenising {source} ({console.format_bytes(size)}) ...")
     prepare([source], tokenizer, folder, validation_fraction=recipe.data.validation_fraction)
 
 
-def _is_settled(run: Path, folder: Path) -> bool:
-    """A run that has trained on these shards needs their source no more, which may be gone."""
+def _is_in_use(run: Path, folder: Path) -> bool:
+    """Whether a run has trained on these shards: it no longer needs their source."""
     return (run / METRICS_FILE).exists() and (folder / MANIFEST).exists()
 
 
@@ -170,5 +198,5 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
         raise ConfigError(
             f"data.tokenizer: {folder} was prepared with another tokenizer. "
-            "Prepare all sources with the same one, and name it or leave data.tokenizer out."
+            "Prepare all sources with the same one, and give it as data.tokenizer or omit that."
         )

@@ -1,25 +1,31 @@
-"""One process, several with copies (DDP), or several with shards (FSDP2), behind one interface.
+"""One process, several with copies of the model (DDP), or with shards of it (FSDP2).
 
-Started by `torchrun` the environment names the rank; without it there is one process. What a row
-gets depends on (seed, step, row) only, so all three train on the same thing.
+`torchrun` sets the rank in the environment; without it there is one process. Depths and noise of a
+row depend on (seed, step, row) only, so all three ways train on the same rows.
 
-FSDP2: prelude, loop, coda and the rest are a unit each. The loop is one module whose forward holds
+FSDP2: prelude, loop, coda and the rest are a unit each. The loop is one module whose forward runs
 all loops, and it is not resharded in between: its weights are gathered once per micro-step,
 backward included, and ranks may loop different numbers of times.
+
+The second half of the module are helpers for optimisers, for parameters of which every rank holds
+some rows (DTensor). For plain tensors they return what they were given.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
@@ -31,14 +37,14 @@ from parcae.training.settings import RunConfig
 TIMEOUT = timedelta(minutes=30)
 
 
-class Processes:
-    """A single process; also what the others have in common."""
+class Workers:
+    """A single process, and the interface that several share."""
 
     rank = 0
     size = 1
     sharded = False
-    replicas: dist.ProcessGroup | None = None
-    """Processes that hold the same weights and may share the optimiser's work."""
+    replica_group: dist.ProcessGroup | None = None
+    """Processes that hold the same weights and can split the optimiser's work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,67 +57,67 @@ class Processes:
         """What the training step calls instead of the model."""
         return model
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-step: gradients are exchanged in the last one only."""
+    def micro_step(self, last: bool) -> AbstractContextManager[None]:
+        """The context of a micro-step: gradients are reduced in the last one of a step only."""
         return nullcontext()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Whole weights on every process, for a look at the model outside of its forward."""
+    def full_weights(self) -> Iterator[None]:
+        """The context in which every process holds whole weights, outside of a training step."""
         yield
 
-    def whole_norm(self, norm: Tensor) -> Tensor:
+    def full_norm(self, norm: Tensor) -> Tensor:
         return norm
 
     def gather(self, values: Tensor) -> Tensor:
-        """[processes, ...]: what each of them has; in the CPU's memory."""
+        """The values of all processes, [processes, ...], on the CPU."""
         return values.cpu()[None]
 
     def any(self, flag: bool) -> bool:
         return flag
 
-    def wait(self) -> None:
-        """For all others to come here."""
+    def barrier(self) -> None:
+        """Wait until all processes have reached this call."""
 
-    def share(self, problem: BaseException | None) -> None:
-        """Raise it, in every process: none waits for one that has given up. All come here."""
-        if self.any(problem is not None):
-            raise problem or FileError("another process of this run has failed; see its message.")
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise in every process if any of them has an error. All must call this."""
+        if self.any(error is not None):
+            raise error or FileError("another process of this run has failed; see its message.")
 
 
-class Several(Processes):
+class ProcessGroupWorkers(Workers):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.quiet_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
-        """For what other threads say to each other while training goes on."""
+        self.background_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        """For collectives of other threads while training continues."""
 
     def gather(self, values: Tensor) -> Tensor:
         values = values.cpu()
-        everyone = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(everyone, values)
-        return torch.stack(everyone)
+        values_of_all = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(values_of_all, values)
+        return torch.stack(values_of_all)
 
     def any(self, flag: bool) -> bool:
         return bool(self.gather(torch.tensor([float(flag)])).sum() > 0)
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         dist.barrier()
 
 
-class Copies(Several):
-    """DDP: every process holds the model, gradients are averaged."""
+class ReplicatedWorkers(ProcessGroupWorkers):
+    """DDP: every process holds the whole model; gradients are averaged."""
 
     def wrap(self, model: LanguageModel) -> nn.Module:
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.replicas = dist.group.WORLD
+        self.replica_group = dist.group.WORLD
         return self._wrapped
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def micro_step(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self._wrapped.no_sync()
 
 
-class Shards(Several):
+class ShardedWorkers(ProcessGroupWorkers):
     """FSDP2: every process holds a part of each weight, gradient and optimiser state."""
 
     sharded = True
@@ -127,17 +133,17 @@ class Shards(Several):
             units += [model.prelude, model.loop, model.coda]
         fully_shard(model, reshard_after_forward=False)
         self._units = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
-        staying = {model, model.loop} if isinstance(model, LoopedModel) else {model}
-        self._passing = [unit for unit in self._units if unit not in staying]
+        kept = {model, model.loop} if isinstance(model, LoopedModel) else {model}
+        self._resharded = [unit for unit in self._units if unit not in kept]
         return model
 
-    def accumulating(self, last: bool) -> AbstractContextManager[None]:
+    def micro_step(self, last: bool) -> AbstractContextManager[None]:
         self._units[0].set_requires_gradient_sync(last)  # recurses into the other units
         return nullcontext()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Also after a forward inside: processes may run different numbers of them, or none."""
+    def full_weights(self) -> Iterator[None]:
+        """Weights stay whole after a forward: processes may run different numbers of forwards."""
         self._reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()
@@ -148,21 +154,21 @@ class Shards(Several):
                 unit.reshard()
             self._reshard_after_forward(True)
 
-    def _reshard_after_forward(self, wanted: bool) -> None:
-        """Of the units that do so in training."""
-        for unit in self._passing:
-            unit.set_reshard_after_forward(wanted, recurse=False)
+    def _reshard_after_forward(self, enabled: bool) -> None:
+        """Set it for the units that are resharded after their forward in training."""
+        for unit in self._resharded:
+            unit.set_reshard_after_forward(enabled, recurse=False)
 
-    def whole_norm(self, norm: Tensor) -> Tensor:
+    def full_norm(self, norm: Tensor) -> Tensor:
         return norm.full_tensor()  # type: ignore[attr-defined]
 
 
 @contextmanager
-def processes(config: RunConfig) -> Iterator[Processes]:
-    """The processes of this run, as `torchrun` has started them; one needs nothing of it."""
+def open_workers(config: RunConfig) -> Iterator[Workers]:
+    """The processes of this run as `torchrun` started them; a single one needs no torchrun."""
     device = find_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(device)
+        yield Workers(device)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -175,13 +181,42 @@ def processes(config: RunConfig) -> Iterator[Processes]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=TIMEOUT)
     try:
-        yield Shards(device) if config.parallel == "fsdp" else Copies(device)
+        yield ShardedWorkers(device) if config.parallel == "fsdp" else ReplicatedWorkers(device)
     finally:
         dist.destroy_process_group()
 
 
+@contextmanager
+def deterministic(enabled: bool, device: torch.device) -> Iterator[None]:
+    """The context in which a recipe gives the same bits in every run on a machine.
+
+    The previous mode is restored at the end.
+    """
+    if not enabled:
+        yield
+        return
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options: Any = torch.utils.deterministic
+    mode, fill = torch.get_deterministic_debug_mode(), options.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=device.type != "cpu")
+    options.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        options.fill_uninitialized_memory = fill
+
+
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype that `run.precision` means on a device."""
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
 def find_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """CUDA, then Apple's GPU, then the CPU, unless the recipe names one."""
+    """The device that `run.device` means here; `auto` prefers CUDA, then MPS, then the CPU."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -191,7 +226,7 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
     require(
         available[kind],
         "run.device",
-        f"there is no {kind} device here",
+        f"no {kind} device is available",
         'Use "auto", or one of ' + ", ".join(n for n, here in available.items() if here) + ".",
     )
     if kind == "cuda":
@@ -202,3 +237,71 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
             )
         return torch.device("cuda", local_rank)
     return torch.device(kind)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """The part of x on this rank, sharing its memory."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _stacked(like: DTensor) -> list[Placement]:
+    return [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in like.placements]
+
+
+def gather_stack(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """[N, rows, cols]: whole matrices from this rank's parts of N matrices laid out like `like`."""
+    stack = torch.stack(tuple(parts))
+    if not isinstance(like, DTensor):
+        return stack
+    whole = torch.empty(len(parts), *like.shape, device="meta")
+    return DTensor.from_local(
+        stack,
+        like.device_mesh,
+        _stacked(like),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    ).full_tensor()
+
+
+def scatter_stack(stack: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `gather_stack`: this rank's parts, cut out without communication."""
+    if not isinstance(like, DTensor):
+        return stack
+    cut = distribute_tensor(stack, like.device_mesh, _stacked(like), src_data_rank=None)
+    return cut.to_local()
+
+
+def sum_over_shards(sums: Tensor, like: Tensor) -> Tensor:
+    """Sums over whole tensors laid out like `like`, from the sums over this rank's parts."""
+    if not isinstance(like, DTensor):
+        return sums
+    placements = [Partial() if isinstance(p, Shard) else p for p in like.placements]
+    return DTensor.from_local(sums, like.device_mesh, placements, run_check=False).full_tensor()
+
+
+def work_group(like: Tensor, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The ranks that hold the same whole matrices and can split the work on them."""
+    if isinstance(like, DTensor):
+        return like.device_mesh.get_group(like.device_mesh.ndim - 1)
+    return group
+
+
+def split_work(
+    work: Callable[[Tensor], Tensor], stack: Tensor, group: ProcessGroup | None
+) -> Tensor:
+    """work(stack), of which every rank of the group computes an equal share and sends it to all.
+
+    All ranks hold the same stack before and bit for bit the same result after.
+    """
+    ranks = 1 if group is None else dist.get_world_size(group)
+    if ranks == 1 or len(stack) == 1:
+        return work(stack)
+    share = -(-len(stack) // ranks)
+    rank = dist.get_rank(group)
+    mine = work(stack[rank * share : (rank + 1) * share])
+    sent = mine.new_zeros(share, *stack.shape[1:])
+    sent[: len(mine)] = mine
+    received = sent.new_empty(ranks * share, *stack.shape[1:])
+    dist.all_gather_single(received, sent, group=group)
+    return received[: len(stack)]

@@ -1,4 +1,4 @@
-"""What to do when numbers go wrong: skip a bad step, notice spikes, give up with a diagnosis."""
+"""Bad numbers: skip a step that is not finite, count loss spikes, stop with a diagnosis."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 SPIKE_DEVIATIONS = 6.0
 SPIKE_COUNTS_AS = 3.0
-"""Deviations by which a spike moves what is usual."""
+"""Standard deviations by which a spike changes the running mean."""
 SMOOTHING = 0.98
 STEPS_BEFORE_SPIKES = 50
-"""At the start the loss falls too fast for its mean to say what is usual."""
+"""Before that the loss falls too fast for a running mean to describe it."""
 EXPLODED = 100.0
 
 
 @dataclass
 class Guard:
-    """Counts over a run; plain numbers, so that a checkpoint can hold them."""
+    """Counts over a run, as plain numbers that a checkpoint stores."""
 
     bad_steps_in_a_row: int
     bad: int = 0
@@ -47,22 +47,22 @@ class Guard:
         return False
 
     @property
-    def is_hopeless(self) -> bool:
+    def has_diverged(self) -> bool:
         """Too many steps in a row without a finite loss or gradient."""
         return self.bad >= self.bad_steps_in_a_row
 
     def is_spike(self, loss: float) -> bool:
-        """Whether an accepted loss stands far above its running mean.
+        """Whether an accepted loss is far above its running mean.
 
-        A spike counts as far less than it is, so that it hardly makes the next one look usual, but
-        a loss that stays up is usual after a while.
+        A spike enters the running mean clipped, so that it hardly hides the next one, while a loss
+        that stays high becomes the new mean.
         """
         deviation = loss - self.mean
-        usual = max(math.sqrt(self.variance), 1e-3 * abs(self.mean))
-        spike = self.seen >= STEPS_BEFORE_SPIKES and deviation > SPIKE_DEVIATIONS * usual
+        scale = max(math.sqrt(self.variance), 1e-3 * abs(self.mean))
+        spike = self.seen >= STEPS_BEFORE_SPIKES and deviation > SPIKE_DEVIATIONS * scale
         weight = max(1 - SMOOTHING, 1 / (self.seen + 1))
         if spike:
-            deviation = SPIKE_COUNTS_AS * usual
+            deviation = SPIKE_COUNTS_AS * scale
         self.mean += weight * deviation
         self.variance = (1 - weight) * (self.variance + weight * deviation**2)
         self.seen += 1
@@ -73,14 +73,14 @@ class Guard:
 def diagnose(
     now: Mapping[str, Any] | None, before: Mapping[str, Any] | None, lr: Mapping[str, float]
 ) -> str:
-    """Name the suspect, from telemetry at the last good weights and at the run's beginning."""
+    """The likely cause, from telemetry at the last good weights and at the start of the run."""
     rates = ", ".join(f"{name} {value:.3g}" for name, value in lr.items())
     if now is None:
-        return f"No loop to suspect; the learning rate ({rates}) is the first thing to lower."
+        return f"The model has no loop; lower the learning rate ({rates})."
     radius, norm = now["spectral_radius"], now["state_norm"]
     if radius is None or norm is None or not math.isfinite(norm):
         return (
-            "The state itself is no longer finite at full depth: the loop has exploded. "
+            "The state is not finite at full depth: the loop has diverged. "
             "Use the diagonal injection with the prelude norm, or a lower learning rate "
             f"({rates})."
         )
@@ -90,16 +90,16 @@ def diagnose(
             "Use the diagonal injection, whose radius stays below 1, or a lower learning rate "
             f"({rates})."
         )
-    # Without an earlier look, the first loop's state says what would be usual.
+    # Without earlier telemetry, the state after the first loop is the reference.
     start = (now["state_norms"][0] if before is None else before["state_norm"]) or 0.0
     if norm > EXPLODED * max(start, 1e-9):
         return (
             f"The state norm grew from {start:.3g} to {norm:.3g} although the linear part does not "
-            f"expand (spectral radius {radius:.3f}): what is injected has grown. "
+            f"expand (spectral radius {radius:.3f}): the injected input has grown. "
             "Use the prelude norm, or a lower learning rate "
             f"({rates})."
         )
     return (
-        f"The loop looks sound (spectral radius {radius:.3f}, state norm {norm:.3g}), so suspect "
-        f"the learning rate ({rates}): lower it, or warm it up."
+        f"The loop is stable (spectral radius {radius:.3f}, state norm {norm:.3g}): lower the "
+        f"learning rate ({rates}), or warm it up."
     )

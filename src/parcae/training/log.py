@@ -1,8 +1,8 @@
-"""Where measurements go: metrics.jsonl always, and the trackers a recipe asks for.
+"""Where measurements go: metrics.jsonl, the trackers a recipe names, and the progress display.
 
-Each line is an object with `kind` and `step`; kinds are train, telemetry, validation and event.
-What a killed run wrote beyond its checkpoint is cut off when it resumes, so the file reads as if
-nothing had happened. Numbers that are not finite become null: JSON has no other word for them.
+Each line of metrics.jsonl is an object with `kind` and `step`; kinds are train, telemetry,
+validation and event. Lines that a killed run wrote after its last checkpoint are removed when it
+resumes. Numbers that are not finite become null, since JSON cannot express them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from rich.progress import ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from parcae import console
 from parcae.config import ConfigError
 from parcae.files import FileError, write_all, write_text
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
@@ -26,7 +31,7 @@ class Sink(Protocol):
 
 
 class Log:
-    """Appends to metrics.jsonl and to the sinks; one per run, held by the first process."""
+    """Appends to metrics.jsonl and to the trackers; only the first process has one."""
 
     def __init__(self, folder: Path, step: int = 0, sinks: Sequence[Sink] = ()) -> None:
         self.path = folder / METRICS_FILE
@@ -44,17 +49,17 @@ class Log:
             write_all(self._stream, f"{line}\n".encode())
         except OSError as error:
             raise FileError(
-                f"{self.path}: cannot be written ({error.strerror}). Make room, then go on with "
-                "--resume: the last checkpoint is whole."
+                f"{self.path}: cannot be written ({error.strerror}). Free some space, then "
+                "continue with --resume: the last checkpoint is complete."
             ) from None
         numbers = dict(flat(values, kind))
         for sink in list(self.sinks):
             try:
                 sink.log(numbers, step)
-            except Exception as error:  # a tracker's trouble is no reason to end a run
+            except Exception as error:  # a tracker that fails must not end the run
                 self.sinks.remove(sink)
                 warnings.warn(
-                    f"{type(sink).__name__} failed and is left out: {error}", stacklevel=2
+                    f"{type(sink).__name__} failed and is no longer used: {error}", stacklevel=2
                 )
 
     def close(self) -> None:
@@ -64,7 +69,7 @@ class Log:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop what was logged after `step`, and a last line that was cut off."""
+    """Remove the lines after `step`, and a last line that was cut off."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -87,15 +92,59 @@ def finite(value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
-    """`("train/lr/muon", 0.008)` for every number in the tree; lists and words are left out."""
-    found: list[tuple[str, float]] = []
+    """`("train/lr/muon", 0.008)` for every number in the tree; lists and text are omitted."""
+    numbers: list[tuple[str, float]] = []
     for key, value in values.items():
         name = f"{prefix}/{key}"
         if isinstance(value, Mapping):
-            found += flat(value, name)
+            numbers += flat(value, name)
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((name, float(value)))
-    return found
+            numbers.append((name, float(value)))
+    return numbers
+
+
+class TimeLeft(ProgressColumn):
+    """The remaining time, from the share of the run that is done."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields.get("left")
+        return Text(
+            "" if left is None else f"{console.format_duration(round(left))} left", style="cyan"
+        )
+
+
+class Display(console.LiveProgress):
+    """A progress bar on a terminal, a line every 10 s elsewhere; shown by the first process."""
+
+    def __init__(self, shown: bool) -> None:
+        super().__init__(TimeLeft(), TextColumn("[bold]{task.fields[numbers]}"), shown=shown)
+        self._printed = -console.SECONDS_BETWEEN_LINES
+        self._task = self._progress.add_task("training", total=1.0, numbers="")
+
+    def update(
+        self, step: int, progress: float, seconds: float, numbers: Mapping[str, Any]
+    ) -> None:
+        """Show the numbers of a step; `progress` from 0 to 1 is the share of the run done."""
+        if not self.shown:
+            return
+        left = seconds * (1 - progress) / progress if progress > 0 else None
+        loss = numbers["loss"]
+        text = (
+            f"loss {loss:.3f}  |g| {numbers['gradient_norm']:.2f}  T {numbers['mean_depth']:.1f}  "
+            f"{console.format_count(numbers['tokens_per_second'])} tok/s"
+        )
+        if numbers.get("peak_fraction") is not None:
+            text += f"  {numbers['peak_fraction']:.0%} of peak"
+        if self._live:
+            self._progress.update(
+                self._task, description=f"step {step}", completed=progress, numbers=text, left=left
+            )
+            return
+        now = time.monotonic()
+        if now > self._printed + console.SECONDS_BETWEEN_LINES or progress >= 1:
+            self._printed = now
+            eta = "" if left is None else f"  {console.format_duration(round(left))} left"
+            self.print(f"step {step}  {progress:4.0%}{eta}  {text}")
 
 
 class TensorBoard:
@@ -113,7 +162,7 @@ class TensorBoard:
 
 
 class WandB:
-    """The run keeps its name and id over a resume; the id is its own, the name may be shared."""
+    """A resumed run keeps its id; names may be shared by runs, ids are not."""
 
     def __init__(self, folder: Path, name: str, config: Mapping[str, Any], step: int) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
@@ -135,7 +184,7 @@ class WandB:
 
 
 def _identity(folder: Path) -> str:
-    """A random name, kept in the folder: another run in a folder of the same name gets another."""
+    """A random id, stored in the run folder."""
     path = folder / TRACKING_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(8))
@@ -147,7 +196,7 @@ class Trackio:
         import trackio  # pyright: ignore[reportMissingImports]
 
         self._tracker = trackio
-        unique = f"{name}-{_identity(folder)}"  # it knows runs by their names
+        unique = f"{name}-{_identity(folder)}"  # it identifies runs by name
         trackio.init(project="parcae", name=unique, resume="allow", config=dict(config))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
@@ -163,7 +212,7 @@ SINKS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 def open_sinks(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int = 0
 ) -> list[Sink]:
-    """`step`: where the run goes on, so that what was logged after it is not there twice."""
+    """The trackers by name; what was logged after `step` is dropped where the tracker can do so."""
     sinks: list[Sink] = []
     for name in names:
         try:

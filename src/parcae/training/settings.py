@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, from_file, merge, plain
+from parcae.recipe import build, check_tables, find_recipe, from_file, merge, plain
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
@@ -263,6 +263,25 @@ def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, A
 def recipe_from_file(path: str | Path, flags: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe's file with flags over it."""
     return from_file(path, dict(flags or {}), lambda *both: recipe_from_tree(with_flags(*both)))
+
+
+def resolve_recipe(
+    source: str | Path | Mapping[str, Any] | Recipe, overrides: Mapping[str, Any] | None = None
+) -> Recipe:
+    """A recipe from a file, the name of one that comes with parcae, tables, or a Recipe itself.
+
+    `overrides` are tables over it: `{"budget": {"steps": 100}}`.
+    """
+    overrides = overrides or {}
+    if isinstance(source, Recipe):
+        if not overrides:
+            return source
+        source = plain_recipe(source)
+    if isinstance(source, Mapping):
+        return recipe_from_tree(with_flags(source, overrides))
+    path = Path(source)
+    is_name = len(path.parts) == 1 and path.suffix != ".toml" and not path.exists()
+    return recipe_from_file(find_recipe(str(source)) if is_name else path, overrides)
 
 
 def located(recipe: Recipe) -> Recipe:

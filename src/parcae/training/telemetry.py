@@ -1,4 +1,4 @@
-"""A look at the loop while it trains: what the paper's appendices plot.
+"""Measurements of the loop during training, as the paper's appendices plot them.
 
 Measured on a few held-out rows, always the same, from the zero state, at the mean depth of
 training, without gradient and outside the compiled code. All norms are means over positions of the
@@ -96,5 +96,5 @@ def spectral_norm(matrix: Tensor) -> float:
 
 
 def _if_finite(matrix: Tensor, measure: Callable[[], float]) -> float:
-    """NaN for a matrix that has blown up, where linear algebra would raise an error."""
+    """NaN for a matrix that is not finite, for which linear algebra would raise an error."""
     return measure() if bool(matrix.isfinite().all()) else math.nan

@@ -1,8 +1,4 @@
-"""A run from its recipe to its result: steps, and around them what is measured, kept and shown.
-
-result = train(recipe, "runs/mine")                  parcae train recipe.toml --out runs/mine
-result = train(recipe, "runs/mine", resume=True)     parcae train --resume runs/mine
-"""
+"""The training loop: steps, validation, telemetry, checkpoints, logging, and the result."""
 
 from __future__ import annotations
 
@@ -17,58 +13,58 @@ import torch
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.cpu import keep_freed_memory
 from parcae.evaluation.loss import DepthLosses, Loss
 from parcae.files import FileError, exclusive, write_json
+from parcae.machine import StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
-from parcae.training import folder as run_folder
-from parcae.training.budget import flops_per_step, tokens_per_step
 from parcae.training.checkpoint import Checkpoints
-from parcae.training.corpora import Corpora, open_corpora
-from parcae.training.determinism import deterministic
-from parcae.training.display import Display
-from parcae.training.distributed import Processes, processes
+from parcae.training.corpora import Corpora, open_corpora, prepare_corpora
+from parcae.training.cost import peak_flops
+from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Log, finite, open_sinks
-from parcae.training.peak import find_peak
+from parcae.training.log import Display, Log, finite, open_sinks
+from parcae.training.run import resume_run, start_run
+from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
-from parcae.training.stop import StopSignals
 
 
-def train(recipe: Recipe, out: str | Path, resume: bool = False) -> dict[str, Any]:
-    """Train into the folder `out`, and return what result.json says."""
-    out, recipe = Path(out), located(recipe)
+def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
+    """Train into the run folder `out`, and return the contents of result.json.
+
+    All processes of a run call this; `parcae.train` is the public call.
+    """
+    recipe = located(recipe)
     keep_freed_memory()
     with ExitStack() as stack:
-        workers = stack.enter_context(processes(recipe.run))
+        workers = stack.enter_context(open_workers(recipe.run))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
-        problem = None
+        failure = None
         if workers.is_first:
             try:
                 stack.enter_context(exclusive(out))
-                (run_folder.go_on if resume else run_folder.begin)(out, recipe)
-                open_corpora(recipe, out, display.print)
+                (resume_run if resume else start_run)(out, recipe)
+                prepare_corpora(recipe, out, display.print)
             except (ConfigError, FileError) as error:
-                problem = error
-        workers.share(problem)
+                failure = error
+        workers.raise_together(failure)
         corpora = open_corpora(recipe, out)
         if recipe.data.verify:
-            workers.share(_damage(corpora, workers, display))
+            workers.raise_together(_verify(corpora, workers, display))
         learner = Learner(recipe, workers, corpora)
         stack.callback(learner.close)
-        run = Run(recipe, out, workers, learner, display)
-        stack.callback(run.close)
+        trainer = Trainer(recipe, out, workers, learner, display)
+        stack.callback(trainer.close)
         if resume:
-            run.resume()
-        return run.go()
+            trainer.resume()
+        return trainer.run()
 
 
-def _damage(corpora: Corpora, workers: Processes, display: Display) -> FileError | None:
-    """What is wrong with this process's part of the shards, if anything."""
+def _verify(corpora: Corpora, workers: Workers, display: Display) -> FileError | None:
+    """The error in this process's part of the shards, if there is one."""
     try:
         corpora.verify(workers.rank, workers.size, display.print)
     except FileError as error:
@@ -76,16 +72,19 @@ def _damage(corpora: Corpora, workers: Processes, display: Display) -> FileError
     return None
 
 
-class Run:
+class Trainer:
+    """One run of `train_recipe`, on one of its processes."""
+
     def __init__(
-        self, recipe: Recipe, out: Path, workers: Processes, learner: Learner, display: Display
+        self, recipe: Recipe, out: Path, workers: Workers, learner: Learner, display: Display
     ) -> None:
         self.recipe, self.out, self.workers = recipe, out, workers
         self.learner, self.display = learner, display
         keep = recipe.run
         self.checkpoints = Checkpoints(out, workers, keep.keep_last, keep.keep_best)
         self.log: Log | None = None
-        self.peak = find_peak(workers.device, learner.dtype) if workers.is_first else None
+        self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
+        """FLOP/s of this device; raised by a step that was faster."""
         self.seconds = 0.0
         self.executed_flops = 0.0
         self.validated: dict[int, DepthLosses] = {}
@@ -93,87 +92,89 @@ class Run:
         self.best_loss = math.inf
         self.train_loss = math.nan
         """Running mean of the loss."""
-        self.first_look: dict[str, Any] | None = None
-        self._watch = 0.0
+        self.first_telemetry: dict[str, Any] | None = None
+        self._clock = 0.0
 
     @property
-    def done(self) -> float:
-        """The share of the run that lies behind, by steps or by the clock, whichever is ahead."""
+    def progress(self) -> float:
+        """The share of the run that is done, from 0 to 1, by steps or clock, whichever is ahead."""
         total, minutes = self.learner.total, self.recipe.budget.clock_minutes
         by_steps = self.learner.step / total if total else 0.0
         by_clock = min(1.0, self.seconds / (60 * minutes)) if minutes else 0.0
         return max(by_steps, by_clock)
 
-    def go(self) -> dict[str, Any]:
-        problem = None
+    def run(self) -> dict[str, Any]:
+        failure = None
         if self.workers.is_first:
             try:
                 settings, step = plain_recipe(self.recipe), self.learner.step
                 sinks = open_sinks(self.recipe.run.sinks, self.out, settings, step)
                 self.log = Log(self.out, step, sinks)
             except (ConfigError, FileError) as error:
-                problem = error
-        self.workers.share(problem)
-        self._introduce()
+                failure = error
+        self.workers.raise_together(failure)
+        self._print_start()
         status, diagnosis = "finished", None
         with self.display, StopSignals() as stop:
-            self._watch = time.perf_counter()
-            while status == "finished" and self.done < 1:
-                self._one_step()
+            self._clock = time.perf_counter()
+            while status == "finished" and self.progress < 1:
+                self._train_step()
                 # A checkpoint that could not be written stops the run too: saving raises its error.
-                asked = self.workers.any(stop.asked or self.checkpoints.failed)
-                if self.learner.guard.is_hopeless:
+                stopping = self.workers.any(stop.asked or self.checkpoints.failed)
+                if self.learner.guard.has_diverged:
                     status, diagnosis = "diverged", self._diagnose()
-                elif asked and self.done < 1:
+                elif stopping and self.progress < 1:
                     status = "interrupted"
             if status == "finished" and self.learner.step not in self.validated:
                 self._validate()
             if status != "diverged":
                 self._save()
             self.checkpoints.wait()
-        return self._conclude(status, diagnosis)
+        return self._finish(status, diagnosis)
 
-    def _one_step(self) -> None:
+    def _train_step(self) -> None:
         started = time.perf_counter()
-        measured = self.learner.take_step(self.done)
+        measured = self.learner.take_step(self.progress)
         took = time.perf_counter() - started
         self._count(measured)
         self._report(measured, took)
         settings, improved = self.recipe.run, False
         first = self.learner.step == 1 and settings.telemetry_every > 0
         if first or self._is_due(settings.telemetry_every):
-            self._look()
+            self._measure_telemetry()
         if self._is_due(settings.validate_every):
             improved = self._validate()
-        self._spend()
-        wanted = self._is_due(settings.checkpoint_every) or (improved and settings.keep_best)
-        # The end has its own. While steps are skipped, what is wrong may be in the weights, and
-        # must not push out the last good checkpoint.
-        if wanted and measured.taken and self.done < 1:
+        self._count_time()
+        due = self._is_due(settings.checkpoint_every) or (improved and settings.keep_best)
+        # The last step is saved by `run`. While steps are skipped the weights may be bad, and must
+        # not replace the last good checkpoint.
+        if due and measured.taken and self.progress < 1:
             self._save()
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.learner.step % every == 0
 
     def _count(self, measured: Step) -> None:
-        self._spend()
+        self._count_time()
         self.executed_flops += measured.flops
         if measured.taken:
             before = measured.loss if math.isnan(self.train_loss) else self.train_loss
             self.train_loss = 0.95 * before + 0.05 * measured.loss
 
-    def _spend(self) -> None:
-        """Count the time since this was last done."""
-        before, self._watch = self._watch, time.perf_counter()
-        seconds = self._watch - before
-        if self.recipe.budget.clock_minutes:  # it may decide, so all must read the same one
+    def _count_time(self) -> None:
+        """Add the time since the last call to `seconds`."""
+        before, self._clock = self._clock, time.perf_counter()
+        seconds = self._clock - before
+        if self.recipe.budget.clock_minutes:  # it may end the run: all processes must agree on it
             seconds = self.workers.gather(torch.tensor([seconds])).mean().item()
         self.seconds += seconds
 
     def _report(self, measured: Step, took: float) -> None:
         step, tokens = self.learner.step, tokens_per_step(self.recipe)
         spike = measured.taken and self.learner.guard.is_spike(measured.loss)
-        each = measured.flops / took / self.workers.size
+        device_flops = measured.flops / took / self.workers.size
+        if self.peak is not None:
+            self.peak = max(self.peak, device_flops)
         numbers: dict[str, Any] = {
             "loss": measured.loss,
             "gradient_norm": measured.gradient_norm,
@@ -184,18 +185,18 @@ class Run:
             "mean_depth": measured.mean_depth,
             "max_depth": measured.max_depth,
             "tokens_per_second": tokens / took,
-            "peak_fraction": None if self.peak is None else self.peak.share(each),
+            "peak_fraction": None if self.peak is None else device_flops / self.peak,
             "seconds": self.seconds,
             "skipped": not measured.taken,
         }
         self._write("train", **numbers)
-        self.display.update(step, self.done, self.seconds, numbers)
+        self.display.update(step, self.progress, self.seconds, numbers)
         if not measured.taken:
             norm = measured.gradient_norm
             self._event("skipped", f"loss {measured.loss}, gradient norm {norm}: step not taken")
         elif spike:
-            usual = self.learner.guard.mean
-            self._event("spike", f"loss {measured.loss:.3f} where {usual:.3f} is usual")
+            mean = self.learner.guard.mean
+            self._event("spike", f"loss {measured.loss:.3f}, running mean {mean:.3f}")
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.log is not None:
@@ -205,14 +206,14 @@ class Run:
         self._write("event", what=what, message=message)
         self.display.print(f"step {self.learner.step}: {what}: {message}")
 
-    def _look(self) -> None:
-        seen = self.learner.look()
-        if seen is not None:
-            self._write("telemetry", **seen)
-            self.first_look = self.first_look or finite(seen)
+    def _measure_telemetry(self) -> None:
+        telemetry = self.learner.measure_telemetry()
+        if telemetry is not None:
+            self._write("telemetry", **telemetry)
+            self.first_telemetry = self.first_telemetry or finite(telemetry)
 
     def _validate(self) -> bool:
-        """Whether it is the best so far."""
+        """Validate where rows are held out; returns whether the loss is the lowest so far."""
         if not self.learner.can_validate:
             return False
         losses = self.learner.validate()
@@ -221,8 +222,8 @@ class Run:
         self._write(
             "validation", losses={t: loss.loss for t, loss in losses.items()}, bits_per_byte=bits
         )
-        words = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
-        self.display.print(f"step {self.learner.step}  held-out loss  {words}")
+        text = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
+        self.display.print(f"step {self.learner.step}  validation loss  {text}")
         nominal = losses[self.recipe.model.loop.nominal_loops].loss
         improved = nominal < self.best_loss
         if improved:
@@ -237,19 +238,19 @@ class Run:
             "executed_flops": self.executed_flops,
             "best_loss": finite(self.best_loss),
             "train_loss": finite(self.train_loss),
-            "first_look": self.first_look,
+            "first_look": self.first_telemetry,
             "validation_loss": finite(losses[nominal].loss) if losses else None,
             "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint that is whole; without any, from the beginning."""
-        found = self.checkpoints.latest()
-        if found is None:
-            self.display.print(f"{self.out}: no checkpoint yet, so it starts again.")
+        """Continue from the newest intact checkpoint; without any, from the beginning."""
+        latest = self.checkpoints.latest()
+        if latest is None:
+            self.display.print(f"{self.out}: no checkpoint yet; starting from the beginning.")
             return
-        step, problems = found
+        step, problems = latest
         for problem in problems:
             self.display.print(f"{problem} Going back to step {step}.")
         learner = self.learner
@@ -258,18 +259,18 @@ class Run:
         self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
-        self.first_look = state["first_look"]
+        self.first_telemetry = state["first_look"]
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
         self.validated = {step: losses} if losses else {}
-        self.workers.wait()  # the others may still be reading
+        self.workers.barrier()  # the others may still be reading
         self.checkpoints.set_aside_after(step)
 
     def _diagnose(self) -> str:
-        seen = self.learner.look()
+        telemetry = self.learner.measure_telemetry()
         lr = self.learner.optimiser.learning_rates()
-        return diagnose(None if seen is None else finite(seen), self.first_look, lr)
+        return diagnose(None if telemetry is None else finite(telemetry), self.first_telemetry, lr)
 
-    def _introduce(self) -> None:
+    def _print_start(self) -> None:
         recipe, learner = self.recipe, self.learner
         count, tokens = parameter_count(recipe.model), tokens_per_step(recipe)
         length = (
@@ -292,21 +293,21 @@ class Run:
             + f"; into {self.out}"
         )
         if learner.step:
-            finished = ", its end: nothing is left to do" if self.done >= 1 else ""
+            finished = ", the last one: nothing is left to do" if self.progress >= 1 else ""
             self.display.print(f"Resumed at step {learner.step}{finished}.")
         warmup = recipe.schedule.warmup_steps
         if learner.total is not None and warmup > learner.total:
             self.display.print(
-                f"The warm-up of {warmup:,} steps is longer than the run: its learning rates are "
-                "never reached. See schedule.warmup_steps."
+                f"schedule.warmup_steps: {warmup:,} steps are more than the run has, so the "
+                "learning rates are never reached."
             )
         if not learner.can_validate:
             self.display.print(
-                "No row of documents is held out, so there is no validation: see "
+                "The held-out documents do not fill a row, so there is no validation. Increase "
                 "data.validation_fraction."
             )
 
-    def _conclude(self, status: str, diagnosis: str | None) -> dict[str, Any]:
+    def _finish(self, status: str, diagnosis: str | None) -> dict[str, Any]:
         step, learner = self.learner.step, self.learner
         samples = learner.sample() if status == "finished" else []
         result = {
@@ -325,32 +326,32 @@ class Run:
             "device": self.workers.device.type,
             "processes": self.workers.size,
             "seed": self.recipe.run.seed,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "samples": samples,
             "model": plain(self.recipe.model),
         }
         result = finite(result)
         if self.workers.is_first:
             write_json(self.out / RESULT_FILE, result)
-        self._farewell(status, diagnosis)
+        self._print_end(status, diagnosis)
         return result
 
-    def _farewell(self, status: str, diagnosis: str | None) -> None:
+    def _print_end(self, status: str, diagnosis: str | None) -> None:
         resume = f"parcae train --resume {self.out}"
         saved = list_steps(self.out)
         where = f"step {saved[-1]}" if saved else "nothing"
         early = self.learner.total is not None and self.learner.step < self.learner.total
         limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
         duration = console.format_duration(self.seconds)
-        words = {
+        messages = {
             "finished": f"Finished in {duration}{limit if early else ''}: {self.out}",
-            "interrupted": f"Stopped at step {self.learner.step}; saved. Go on with: {resume}",
-            "diverged": f"Gave up at step {self.learner.step}: no finite loss or gradient for "
+            "interrupted": f"Stopped at step {self.learner.step}; saved. Continue with: {resume}",
+            "diverged": f"Diverged at step {self.learner.step}: no finite loss or gradient for "
             f"{self.recipe.run.bad_steps_in_a_row} steps. {diagnosis} Saved: {where}.",
         }
         if status == "diverged":
             self._event("diverged", str(diagnosis))
-        self.display.print(words[status])
+        self.display.print(messages[status])
 
     def close(self) -> None:
         self.checkpoints.close()

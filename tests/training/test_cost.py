@@ -1,4 +1,4 @@
-"""`parcae plan` says what a run then really takes."""
+"""The estimates of `parcae.plan` against what runs really need."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 
 from parcae.cli import main
 from parcae.recipe import merge, read_toml
-from parcae.training.memory import checkpoint_bytes, memory
-from parcae.training.plan import plan
+from parcae.training.cost import peak_flops, plan
+from parcae.training.memory_estimate import checkpoint_bytes, estimate_memory
+from parcae.training.run import train
 from parcae.training.settings import recipe_from_tree
-from parcae.training.trainer import train
 from training import runs
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_what_the_clock_decides_is_unknown(capsys):
     assert [found[key] for key in unknown] == [None] * 4
     assert found["hours"] == 1.5
     assert main(arguments) == 0
-    assert "unknown: the clock decides" in capsys.readouterr().out
+    assert "unknown: the budget is in minutes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -68,11 +68,11 @@ def test_what_the_clock_decides_is_unknown(capsys):
     [
         ([str(ROOT / "recipes" / "small.toml")], "data: a recipe for training needs this table"),
         ([SMOKE, "--data.micro_bach", "3"], "Did you mean micro_batch"),
-        ([SMOKE, "--devices", "3"], "cannot be shared by 3 devices"),
+        ([SMOKE, "--devices", "3"], "cannot be split evenly over 3 devices"),
         ([SMOKE, "--devices", "0"], "at least 1"),
         ([SMOKE, "--utilisation", "40"], "Use a share"),
         ([SMOKE, "--device-flops", "abacus"], "h100, a100"),
-        ([SMOKE, "--device-flops", "-1"], "--device-flops"),
+        ([SMOKE, "--device-flops", "-1"], "device_flops"),
     ],
 )
 def test_mistakes_end_in_one_line(capsys, arguments, message):
@@ -90,23 +90,23 @@ def test_show_takes_a_recipe_for_training(capsys):
 @pytest.mark.slow
 def test_shards_shrink_what_is_sharded():
     wide = {"model": {"preset": "parcae-30m"}, "run": {"parallel": "fsdp"}}
-    alone, split = (memory(recipe(**wide), torch.float32, 4, 1, devices=n) for n in (1, 8))
+    alone, split = (estimate_memory(recipe(**wide), torch.float32, 4, 1, devices=n) for n in (1, 8))
     assert split.optimiser < alone.optimiser / 7
     assert split.weights < 1.7 * alone.weights  # one eighth, and what is gathered
-    copies = memory(recipe(model=wide["model"]), torch.float32, 4, 1, devices=8)
+    copies = estimate_memory(recipe(model=wide["model"]), torch.float32, 4, 1, devices=8)
     assert copies == alone
-    accumulating = memory(recipe(**wide), torch.float32, 4, 2, devices=8)
+    accumulating = estimate_memory(recipe(**wide), torch.float32, 4, 2, devices=8)
     assert accumulating.gradients > alone.gradients > split.gradients
 
 
 @pytest.mark.slow
 def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     base = {"model": {"preset": "parcae-3m", "loop": {"mean_loops": 8}}}
-    four, eight = (memory(recipe(**base), torch.float32, n, 1).activations for n in (4, 8))
+    four, eight = (estimate_memory(recipe(**base), torch.float32, n, 1).activations for n in (4, 8))
     assert eight == pytest.approx(2 * four, rel=0.1)
-    lean = memory(recipe(**base, run={"checkpoint_loops": True}), torch.float32, 4, 1)
+    lean = estimate_memory(recipe(**base, run={"checkpoint_loops": True}), torch.float32, 4, 1)
     assert lean.activations < 0.7 * four
-    half = memory(recipe(**base), torch.bfloat16, 4, 1)
+    half = estimate_memory(recipe(**base), torch.bfloat16, 4, 1)
     assert half.activations < 0.9 * four
 
 
@@ -138,3 +138,29 @@ def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
     measured, planned = json.loads(result.stdout)
     assert planned > 300e6
     assert planned == pytest.approx(measured, rel=0.2)
+
+
+def test_a_plan_takes_tables_and_overrides_and_gives_rows():
+    found = plan(read_toml(SMOKE), device_flops=1e9, run={"device": "cpu"}, budget={"steps": 7})
+    rows = {row["quantity"]: row["value"] for row in found.table()}
+    assert rows["steps"] == found.steps == 7
+    assert rows["memory_total"] == found.memory.total
+    assert plan("smoke", device_flops=1e9, run={"device": "cpu"}, budget={"steps": 7}) == found
+
+
+def test_the_peak_of_a_cpu_is_measured_and_others_are_known_or_not():
+    found = peak_flops(torch.device("cpu"))
+    assert found is not None
+    assert found > 1e8
+    assert peak_flops(torch.device("meta")) is None
+
+
+@pytest.mark.slow
+def test_no_step_of_a_run_is_above_the_peak(text, tmp_path, monkeypatch):
+    """A peak that was measured while the machine was busy is raised by faster steps."""
+    monkeypatch.setattr("parcae.training.trainer.peak_flops", lambda *_: 1.0)
+    train(runs.recipe(text, budget={"steps": 8}), tmp_path / "run")
+    shares = [line[1] for line in runs.lines(tmp_path / "run", "train", "peak_fraction")]
+    assert len(shares) == 8
+    assert max(shares) == 1.0
+    assert min(shares) > 0

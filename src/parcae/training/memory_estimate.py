@@ -1,13 +1,13 @@
-"""What a device's memory must hold in training, counted before there is a device.
+"""An estimate of the memory that training needs on each device, without the device.
 
-Weights, gradients and the optimiser's state are what the real objects hold, made on the meta
-device. Activations are measured: one micro-batch goes forward and backward through the model on
-tensors without contents, and every storage that is made is followed until it is freed.
+Weights, gradients and the optimiser's state are counted on the meta device. Activations are
+traced: one micro-batch goes forward and backward through the model on fake tensors, and every
+storage is tracked from its allocation until it is freed. (`torch.distributed._tools.MemTracker`
+does not see the workspace of the loss, and is private; this tracker is 30 lines.)
 
-Counted are the tensors that PyTorch's operators make, uncompiled, with all rows at the nominal
-depth. Not counted: the context of CUDA (about 1 GB), what the allocator keeps beyond the tensors
-(see docs/planning.md), and operators' inner workspaces, except the largest one, the logits of the
-loss.
+Counted are the tensors that PyTorch's operators allocate, uncompiled, with all rows at the nominal
+depth. Not counted: the CUDA context (about 1 GB), what the allocator keeps beyond the tensors (see
+docs/planning.md), and operators' workspaces, except the largest one, the logits of the loss.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device."""
+    """Memory of one device in bytes."""
 
     weights: int
-    """Also, under FSDP, the units that are gathered at the same time."""
+    """With FSDP including the units that are gathered at the same time."""
     gradients: int
     optimiser: int
     activations: int
-    """The most that exists beside the others during a forward and backward."""
+    """Peak of everything else during forward and backward."""
     optimiser_step: int
-    """The same during an optimiser step, when the activations are gone."""
+    """Peak of everything else during the optimiser step, when the activations are freed."""
 
     @property
     def total(self) -> int:
-        passing = max(self.activations, self.optimiser_step)
-        return self.weights + self.gradients + self.optimiser + passing
+        temporary = max(self.activations, self.optimiser_step)
+        return self.weights + self.gradients + self.optimiser + temporary
 
 
-def memory(
+def estimate_memory(
     recipe: Recipe, dtype: torch.dtype, rows: int, micro_batches: int, devices: int = 1
 ) -> Memory:
-    """Of one device out of so many, with `rows` in a micro-batch, computing in `dtype`."""
+    """The memory of one of `devices` with micro-batches of `rows` rows, computing in `dtype`."""
     sharded = recipe.run.parallel == "fsdp" and devices > 1
     model = build(recipe.model)
     weights = gradients = _bytes(model.parameters())
     optimiser = Optimiser(model, recipe.optimiser).tensors()
     state = _bytes(optimiser.values())
     if sharded:
-        # Muon's variances and the counts of steps are whole on every device.
+        # Muon's variances and the step counts are not sharded.
         shapes = {name: p.shape for name, p in model.named_parameters()}
         split = [t for name, t in optimiser.items() if t.shape == shapes[name.rpartition(".")[0]]]
         state -= _bytes(split) - _share(_bytes(split), devices)
         gathered, largest = _gathered(model)
-        # While micro-batches accumulate, each device holds the whole sum, in float32.
-        passing = weights if micro_batches > 1 else largest
-        gradients = _share(gradients, devices) + passing
+        # While gradients accumulate, each device holds their whole sum in float32.
+        temporary = weights if micro_batches > 1 else largest
+        gradients = _share(gradients, devices) + temporary
         weights = _share(weights, devices) + gathered
     return Memory(
         weights=weights,
@@ -84,7 +84,7 @@ def memory(
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
-    """On disk: weights and optimiser, without the few kilobytes of the rest."""
+    """Bytes of weights and optimiser on disk; other files of a checkpoint are some kilobytes."""
     model = build(recipe.model)
     optimiser = Optimiser(model, recipe.optimiser)
     return _bytes(model.state_dict().values()) + _bytes(optimiser.tensors().values())
@@ -93,33 +93,33 @@ def checkpoint_bytes(recipe: Recipe) -> int:
 def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
     config, mixed = recipe.model, dtype != torch.float32
     with FakeTensorMode():
-        model = _contentless(build(config))  # in float32; the copies that autocast makes count
+        model = _fake(build(config))  # in float32; copies made by autocast are counted
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         if recipe.run.checkpoint_loops:
             model.checkpoint_loops()
         with LiveBytes() as live:
             tokens = torch.zeros(rows, config.context_length, dtype=torch.long)
-            chance: dict[str, Tensor] = {}
+            state: dict[str, Tensor] = {}
             if isinstance(model, LoopedModel):
                 shape = (*tokens.shape, config.core_block.width)
-                chance["state"] = torch.zeros(shape)
+                state["state"] = torch.zeros(shape)
             autocast: AbstractContextManager[Any] = nullcontext()
             if mixed:
                 autocast = torch.autocast("cpu", dtype)
             with autocast, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about kernels of a CPU, which is not meant
-                output = model(tokens, tokens, **chance)
-            if not mixed:  # one operator, which makes logits and their gradient by the chunk
+                warnings.simplefilter("ignore")  # about CPU kernels; the estimate is for any device
+                output = model(tokens, tokens, **state)
+            if not mixed:  # one operator, which allocates logits and their gradient chunk by chunk
                 positions = min(LOSS_CHUNK, tokens.numel())
-                live.note(2 * positions * config.vocab_size * FLOAT32_BYTES)
+                live.add_workspace(2 * positions * config.vocab_size * FLOAT32_BYTES)
             output.loss.backward()
     return live.peak
 
 
 def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
     with FakeTensorMode():
-        model = _contentless(build(recipe.model))
+        model = _fake(build(recipe.model))
         optimiser = Optimiser(model, recipe.optimiser)
         for member in optimiser.members.values():
             if isinstance(member, Muon):
@@ -131,26 +131,26 @@ def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
     return live.peak
 
 
-def _contentless(model: LanguageModel) -> LanguageModel:
-    """The model with weights that claim to be on the CPU but have no contents."""
+def _fake(model: LanguageModel) -> LanguageModel:
+    """The model with fake CPU weights; its check of token ids is off, since there are no values."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(p.shape, device="cpu")))
-    model.check = lambda tokens, targets: None  # there are no values to check
+    model.check = lambda tokens, targets: None
     return model
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that were made inside and still exist, and the most there were."""
+    """Bytes of all storages allocated inside that still exist, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._known: set[int] = set()
 
-    def note(self, inside: int) -> None:
-        """An operator has used so many bytes that it did not show."""
-        self.peak = max(self.peak, self.now + inside)
+    def add_workspace(self, size: int) -> None:
+        """Count `size` bytes that an operator used internally just now."""
+        self.peak = max(self.peak, self.now + size)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -176,10 +176,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _gathered(model: LanguageModel) -> tuple[int, int]:
-    """Bytes that FSDP holds whole at the same time, and the largest of its units.
+    """Bytes that FSDP gathers at the same time, and the largest of its units.
 
-    The root unit (tables and head) and the loop stay from forward to backward; prelude and coda
-    come and go. A unit is copied out of the buffer it arrives in.
+    The root unit (tables and head) and the loop stay gathered from forward to backward; prelude and
+    coda do not. A unit is copied out of the buffer it is received in.
     """
     everything = sum(p.numel() for p in model.parameters())
     if not isinstance(model, LoopedModel):
@@ -189,8 +189,8 @@ def _gathered(model: LanguageModel) -> tuple[int, int]:
         for unit in (model.prelude, model.loop, model.coda)
     )
     root = everything - prelude - loop - coda
-    staying, largest = root + loop + max(prelude, coda), max(root, prelude, loop, coda)
-    return (staying + largest) * FLOAT32_BYTES, largest * FLOAT32_BYTES
+    gathered, largest = root + loop + max(prelude, coda), max(root, prelude, loop, coda)
+    return (gathered + largest) * FLOAT32_BYTES, largest * FLOAT32_BYTES
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

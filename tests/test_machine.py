@@ -12,7 +12,7 @@ import pytest
 # either case, and whether one does is chance.
 PAGE_FAULTS = """
 import ctypes, resource
-from parcae.cpu import keep_freed_memory
+from parcae.machine import keep_freed_memory
 {setting}
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

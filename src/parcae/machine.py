@@ -1,0 +1,105 @@
+"""The machine and the process: free memory, the C library's allocator, stop signals."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+CONTROL_GROUP = Path("/sys/fs/cgroup")
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+LARGEST_HEAP_BLOCK = 32 << 20  # glibc accepts no higher threshold
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def available_memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that can be allocated without swapping; None where that is unknown."""
+    import torch
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu":
+        return None
+    known = [size for size in (_machine_memory(), _container_memory()) if size is not None]
+    return min(known, default=None)
+
+
+def _machine_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    value = fields.get("MemAvailable", "").split()
+    return int(value[0]) * 1024 if value else None
+
+
+def _container_memory() -> int | None:
+    """What the control group may still allocate; pages of files it has read count as free."""
+    try:
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        stat = dict(row.split() for row in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return int(limit) - used + int(stat.get("inactive_file", 0)) if limit.isdigit() else None
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed memory instead of returning it to the system.
+
+    A training step frees gigabytes and allocates them again; if they are returned in between, every
+    page is faulted in and zeroed once more. The process keeps the memory until it ends. Returns
+    False where the C library is not glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    settings = {
+        M_MMAP_THRESHOLD: LARGEST_HEAP_BLOCK,
+        M_TRIM_THRESHOLD: 2**31 - 1,
+        M_TOP_PAD: 64 << 20,
+    }
+    return all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+class StopSignals:
+    """Context manager in which Ctrl-C and SIGTERM set `asked` instead of ending the process.
+
+    A second Ctrl-C ends the process as usual. A second SIGTERM does not: a launcher may send one
+    after the cluster did.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+        self.asked = False
+        self._signals = signals
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {s: signal.signal(s, self._handle) for s in self._signals}
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if (interrupt := self._before.pop(signal.SIGINT, None)) is not None:
+            signal.signal(signal.SIGINT, interrupt)  # type: ignore[arg-type]
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

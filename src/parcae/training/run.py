@@ -1,0 +1,220 @@
+"""A training run as one call: from a recipe to a run folder and its result.
+
+result = parcae.train("recipes/demo.toml", out="runs/mine", budget={"steps": 100})
+result = parcae.train("runs/mine", resume=True)
+result.status, result.losses, pandas.DataFrame(result.table())
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from parcae.config import ConfigError
+from parcae.files import FileError, write_text
+from parcae.recipe import write_toml
+from parcae.runs import read_metrics, read_result
+from parcae.runs.layout import (
+    CHECKPOINTS_FOLDER,
+    DATA_FOLDER,
+    METRICS_FILE,
+    RECIPE_FILE,
+    RESULT_FILE,
+    TOKENIZER_FILE,
+)
+from parcae.training.settings import Recipe, plain_recipe, recipe_from_file, resolve_recipe
+
+HEADER = "# Every setting of this run, resolved; written by parcae.\n"
+FREE_TO_CHANGE = {
+    "data": {"prefetch", "verify"},
+    "run": {
+        "device",
+        "parallel",
+        "checkpoint_every",
+        "keep_last",
+        "keep_best",
+        "sample_prompts",
+        "sample_tokens",
+        "sinks",
+    },
+}
+"""Settings that do not change what is learned, and may differ when a run is resumed."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The outcome of a training run: the contents of its result.json, and its folder."""
+
+    folder: Path
+    status: str
+    """"finished", "interrupted" or "diverged"."""
+    diagnosis: str | None
+    """The likely cause of a divergence."""
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    """Nominal FLOPs, as budgets count them."""
+    executed_flops: float
+    seconds: float
+    train_loss: float | None
+    """Running mean of the training loss in nats per token."""
+    validation: dict[int, dict[str, float | None]]
+    """By loops: loss (nats per token), perplexity and bits_per_byte on held-out rows."""
+    skipped_steps: int
+    spikes: int
+    device: str
+    processes: int
+    seed: int
+    torch: str
+    """Version of PyTorch."""
+    samples: list[dict[str, Any]]
+    """Continuations of the recipe's prompts: depth, prompt, text."""
+    model: dict[str, Any]
+    """The model's configuration."""
+
+    @property
+    def losses(self) -> dict[int, float | None]:
+        """Validation loss in nats per token by number of loops."""
+        return {depth: values["loss"] for depth, values in self.validation.items()}
+
+    def table(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of one kind (train, validation, telemetry or event).
+
+        Nested values become columns such as `lr.muon`.
+        """
+        return [_flat(line) for line in read_metrics(self.folder).get(kind, [])]
+
+    def plain(self) -> dict[str, Any]:
+        """The contents of result.json."""
+        tree = asdict(self)
+        del tree["folder"]
+        tree["validation"] = {str(depth): values for depth, values in self.validation.items()}
+        return tree
+
+    @classmethod
+    def from_plain(cls, folder: Path, tree: Mapping[str, Any]) -> TrainResult:
+        """The inverse of `plain`."""
+        names = [field.name for field in fields(cls) if field.name != "folder"]
+        values = {name: tree[name] for name in names}
+        by_depth = {int(depth): losses for depth, losses in tree["validation"].items()}
+        return cls(folder, **{**values, "validation": by_depth})
+
+    @classmethod
+    def read(cls, folder: str | Path) -> TrainResult | None:
+        """The result of a run; None while it has none."""
+        tree = read_result(folder)
+        return None if tree is None else cls.from_plain(Path(folder), tree)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    out: str | Path | None = None,
+    resume: bool = False,
+    **overrides: Any,
+) -> TrainResult:
+    """Train a model into the run folder `out`, and return the result.
+
+    `recipe` is the path of a recipe, the name of one that comes with parcae ("demo"), a dict of its
+    tables, or a `Recipe`. With `resume` the run in `out` continues from its newest intact
+    checkpoint; `recipe` may then be the run folder itself. Keyword arguments are tables over the
+    recipe: `train("demo", out="runs/a", budget={"steps": 100})`. `out` is runs/<name of the recipe>
+    by default.
+    """
+    if resume and out is None:
+        if not isinstance(recipe, str | Path):
+            raise ConfigError("out: missing. Give the folder of the run to resume.")
+        out, recipe = recipe, read_recipe(Path(recipe), overrides)
+    else:
+        if out is None:
+            if not isinstance(recipe, str | Path):
+                raise ConfigError("out: missing. Give the folder of the run.")
+            out = default_folder(recipe)
+        recipe = resolve_recipe(recipe, overrides)
+    from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
+
+    return TrainResult.from_plain(Path(out), train_recipe(recipe, Path(out), resume))
+
+
+def default_folder(recipe: str | Path) -> Path:
+    """The run folder of a recipe's file or name: runs/<name of the recipe>."""
+    name = Path(recipe).name
+    return Path("runs") / name.removesuffix(".toml")
+
+
+def read_recipe(run: Path, flags: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of an existing run, with flags over it."""
+    if not (run / RECIPE_FILE).exists():
+        raise FileError(f"{run}: no run to resume, {RECIPE_FILE} is missing. Check the path.")
+    return recipe_from_file(run / RECIPE_FILE, flags)
+
+
+def start_run(run: Path, recipe: Recipe) -> None:
+    """Write the recipe of a new run; a folder that holds a run is refused.
+
+    A run that never reached its first step starts again, without what was prepared for another
+    recipe.
+    """
+    if (run / METRICS_FILE).exists():
+        raise ConfigError(
+            f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
+            "or use another --out."
+        )
+    text, path = _recipe_text(recipe), run / RECIPE_FILE
+    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    if before is None or not before.startswith(HEADER):
+        for name in (RECIPE_FILE, TOKENIZER_FILE, DATA_FOLDER, CHECKPOINTS_FOLDER, RESULT_FILE):
+            if (run / name).exists():
+                raise ConfigError(
+                    f"{run / name}: exists, but {run} is not a run folder. Use another --out."
+                )
+    elif before != text:
+        for folder in (run / DATA_FOLDER).glob("[0-9]*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        (run / TOKENIZER_FILE).unlink(missing_ok=True)
+    write_text(path, text)
+
+
+def resume_run(run: Path, recipe: Recipe) -> None:
+    """Write the recipe of a resumed run; one that would change what is learned is refused."""
+    before, now = plain_recipe(read_recipe(run)), plain_recipe(recipe)
+    changed = [key for key in differences(before, now) if not _is_free(key)]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]}: differs from the run in {run}, which would not be the same run. "
+            "Omit the setting, or start a new run with another --out."
+        )
+    write_text(run / RECIPE_FILE, _recipe_text(recipe))
+    (run / RESULT_FILE).unlink(missing_ok=True)  # the run has no result until it ends again
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The keys, as `table.key`, whose values differ."""
+    keys: list[str] = []
+    for key in sorted({*a, *b}):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            keys += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            keys.append(f"{prefix}{key}")
+    return keys
+
+
+def _is_free(key: str) -> bool:
+    table, _, name = key.partition(".")
+    return name in FREE_TO_CHANGE.get(table, ())
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    return HEADER + write_toml(plain_recipe(recipe))
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        row |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return row

@@ -1,0 +1,74 @@
+"""`parcae.train` as a library call: what it accepts and what it returns."""
+
+from __future__ import annotations
+
+import pytest
+
+import parcae
+from parcae.config import ConfigError
+from parcae.files import FileError
+from parcae.recipe import write_toml
+from parcae.runs import read_result
+from parcae.training.run import TrainResult
+from parcae.training.settings import plain_recipe, resolve_recipe
+from training import runs
+
+SHORT = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = runs.recipe(runs.write_text(folder), run=SHORT)
+    return recipe, parcae.train(recipe, folder / "run", budget={"steps": 2})
+
+
+def test_a_result_is_what_result_json_says(finished):
+    _, result = finished
+    assert result == TrainResult.read(result.folder)
+    assert result.plain() == read_result(result.folder)
+    assert (result.status, result.steps, result.tokens) == ("finished", 2, 2 * 4 * 16)
+    assert list(result.losses) == [1, 3, 6]
+    assert result.losses[3] == result.validation[3]["loss"]
+
+
+def test_the_table_has_a_row_per_step_and_plain_columns(finished):
+    rows = finished[1].table()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {"loss", "lr.muon", "lr.adamw", "tokens"} <= rows[0].keys()
+    assert not any(isinstance(value, dict) for row in rows for value in row.values())
+    assert [row["losses.3"] for row in finished[1].table("validation")] == [finished[1].losses[3]]
+    assert finished[1].table("telemetry") == []
+
+
+def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path):
+    recipe, _ = finished
+    path = tmp_path / "mine.toml"
+    path.write_text(write_toml(plain_recipe(recipe)))
+    for source in (recipe, plain_recipe(recipe), path, str(path)):
+        assert resolve_recipe(source) == recipe
+        assert resolve_recipe(source, {"budget": {"steps": 9}}).budget.steps == 9
+    assert resolve_recipe("smoke").budget.steps == 12
+    with pytest.raises(ConfigError, match="no recipe of this name"):
+        resolve_recipe("smok")
+
+
+def test_the_folder_has_the_recipes_name(finished, tmp_path, monkeypatch):
+    recipe, first = finished
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.toml").write_text(write_toml(plain_recipe(recipe)))
+    result = parcae.train("mine.toml", budget={"steps": 2})
+    assert result.folder.samefile(tmp_path / "runs" / "mine")
+    assert result.losses == first.losses
+    with pytest.raises(ConfigError, match="out: missing"):
+        parcae.train(recipe)
+
+
+def test_a_run_is_resumed_by_its_folder(finished):
+    _, result = finished
+    assert parcae.train(result.folder, resume=True) == result
+    assert parcae.train(result.folder, resume=True, run={"keep_last": 3}) == result
+    with pytest.raises(ConfigError, match=r"budget\.steps: differs from the run"):
+        parcae.train(result.folder, resume=True, budget={"steps": 3})
+    with pytest.raises(FileError, match="no run to resume"):
+        parcae.train(result.folder / "checkpoints", resume=True)
