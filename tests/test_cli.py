@@ -177,7 +177,7 @@ def test_every_option_says_what_it_does_and_its_default(parser):
         name = action.option_strings[-1] if action.option_strings else action.metavar
         text = (action.help or "") % {**vars(action), "prog": parser.prog}
         assert len(text) >= 10, f"{parser.prog} {name}: {text!r} says too little"
-        has_default = action.default not in (None, False, (), argparse.SUPPRESS)
+        has_default = action.default not in (None, False, (), [], argparse.SUPPRESS)
         if action.option_strings and has_default:
             assert "default" in text, f"{parser.prog} {name}: {text!r} names no default"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from parcae.config import ConfigError, Curriculum, LoopConfig, ModelConfig
 from parcae.presets import PRESETS, model_from_table, preset
 from parcae.recipe import build, merge, parse_flags, plain, read_toml, write_toml
+from parcae.schema import Range
 
 WRONG = [
     ({"heads": 5}, "model.heads", "2 or 4 or 8"),
@@ -87,6 +89,54 @@ def test_impossible_settings(change, key, remedy):
 def test_a_configuration_made_by_hand_is_checked_too(make):
     with pytest.raises(ConfigError):
         make()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"width": "wide"},
+        {"width": 25.5},
+        {"readout": 1},
+        {"mlp": "gelu"},
+        {"heads": 0},
+        {"norm_eps": float("nan")},
+        {"value_layers": 3},
+        {"loop": 8},
+        {"injection": "diagnoal"},
+        {"heads": 5},
+    ],
+)
+def test_a_mistake_gives_the_same_message_from_python_and_from_a_recipe(change):
+    with pytest.raises(ConfigError) as by_hand:
+        ModelConfig(**change)
+    with pytest.raises(ConfigError) as from_recipe:
+        model_from_table(change)
+    assert str(by_hand.value) == str(from_recipe.value)
+    assert str(by_hand.value).startswith(f"model.{next(iter(change))}: ")
+
+
+def test_every_setting_has_one_line_of_help_and_a_valid_default():
+    from parcae.training.settings import all_settings
+
+    entries = list(all_settings())
+    assert len({(entry.table, entry.name) for entry in entries}) == len(entries) > 70
+    for entry in entries:
+        assert 5 < len(entry.help) < 125, entry.name
+        assert not entry.help.endswith("."), entry.name
+        unset = entry.default is None or entry.default == ()
+        optional = entry.name in ("preset", "sources", "sinks", "sample_prompts")
+        if unset and not optional and entry.table.table != "budget":
+            assert "(unset: " in entry.help, entry.name
+
+
+def test_ranges():
+    span = Range(at_least=0, below=1)
+    assert [x in span for x in (-1, 0, 0.5, 1, math.nan, math.inf)] == [False, True, True] + [
+        False
+    ] * 3
+    assert str(span) == "at least 0 and below 1"
+    assert math.inf not in Range()
+    assert "3" not in Range()
 
 
 def test_what_poisson_can_draw_is_allowed():

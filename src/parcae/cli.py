@@ -184,12 +184,13 @@ def format_settings() -> str:
         "settings of a recipe, with their defaults (- for unset)",
         "  In a recipe: key = value below [table]. Here: --table.key VALUE.",
     ]
-    table, hanging = None, {"subsequent_indent": "    "}
+    table = None
     for entry in all_settings():
         if entry.table is not table:
             table = entry.table
             about = " ".join((table.__doc__ or "").split())
-            lines += ["", *textwrap.wrap(f"  [{table.table}]  {about}", width, **hanging)]
+            heading = f"  [{table.table}]  {about}"
+            lines += ["", *textwrap.wrap(heading, width, subsequent_indent="    ")]
         unset = entry.default is None or entry.default == ()
         default = "-" if unset else json.dumps(entry.default)
         start = f"    {entry.name:<21} {default:<13} "

@@ -67,7 +67,7 @@ class Registry:
                 f"If a file of yours registers it, name that file with --import FILE."
             )
 
-    def register(self, name: str, part: T | None = None) -> Any:
+    def register(self, name: str, part: object = None) -> Any:
         """Add a part, or return a decorator that does. A name can be registered again, as when a
         notebook's cell is run twice; built-in names cannot be replaced."""
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
