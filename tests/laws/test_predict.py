@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import parcae
 from parcae.config import ConfigError
 from parcae.experiments.paper_runs import paper_table
 from parcae.files import FileError, write_sealed
@@ -176,3 +177,45 @@ def test_a_file_that_was_changed_is_refused(path, tmp_path):
         read_fit(tmp_path / "other.json")
     with pytest.raises(FileError, match="no such file"):
         read_fit(tmp_path / "none.json")
+
+
+def test_the_library_answers_from_a_result_a_file_or_a_folder(result, path):
+    questions = {"flops": 64e18, "loss": 2.7, "loops": 8, "tokens": 29.6e9, "test_loops": 4}
+    sources = (result, path, str(path.parent))
+    answers = [parcae.predict(source, **questions, tolerance=1e-3) for source in sources]
+    model = result.models["parcae-370m"]
+    assert answers[0].model == "parcae-370m"
+    assert answers[0].recommendation == predict.recommend(model, 64e18)
+    assert answers[0].flops == predict.flops_needed(model, 2.7)
+    assert answers[0].loss == predict.loss_at(model, 8, 29.6e9, 4)
+    assert answers[0].worth == predict.loops_worth(model, 8, 29.6e9, 1e-3)
+    assert answers[1] == answers[2]
+    assert answers[1].loss.estimate.value == answers[0].loss.estimate.value
+    rows = {row["quantity"]: row for row in answers[0].table()}
+    assert rows["loops"]["value"] == answers[0].recommendation.loops.value
+    assert rows["loss of the run"]["low"] == answers[0].loss.estimate.low
+    assert set(parcae.predict(result, flops=64e18).to_dict()) == {"model", "recommendation"}
+
+
+def test_a_result_has_a_row_for_every_parameter(result):
+    rows = result.table()
+    law = result.models["parcae-370m"].laws["training"]
+    listed = {
+        r["parameter"]: r for r in rows if (r["model"], r["law"]) == ("parcae-370m", "training")
+    }
+    assert {name: row["value"] for name, row in listed.items()} == law.values
+    assert (listed["x"]["low"], listed["x"]["high"]) == law.intervals["x"]
+    assert any(row["low"] is None for row in rows if row["law"] == "unified/frozen")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"starts": 0}, "starts: must be >= 1"),
+        ({"seed": -1}, "seed: must be >= 0"),
+        ({"bootstrap_samples": 3}, "bootstrap_samples: 3 are too few"),
+    ],
+)
+def test_settings_are_checked_by_the_library(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        parcae.fit([], **settings)

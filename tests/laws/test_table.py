@@ -9,6 +9,7 @@ from parcae.files import FileError
 from parcae.laws.table import (
     COLUMNS,
     TableError,
+    as_table,
     read_table,
     table_from_rows,
     write_table,
@@ -163,3 +164,33 @@ def test_a_file_that_only_looks_like_csv_is_refused(tmp_path):
     (tmp_path / "runs.csv").write_text('model,loss\n"' + "x" * 200_000 + '",1\n')
     with pytest.raises(FileError, match="not a CSV file"):
         read_table(tmp_path / "runs.csv")
+
+
+class Frame:
+    """Like a pandas DataFrame: `to_dict("list")` gives columns, missing values are NaN."""
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def to_dict(self, orient):
+        assert orient == "list"
+        return self.columns
+
+
+def test_rows_columns_frames_and_files_are_the_same_table(tmp_path):
+    rows = [{**one, "run": name} for one, name in zip(ROWS, ("a", "a", ""), strict=True)]
+    expected = table_from_rows(rows)
+    columns = {name: [one[name] for one in rows] for name in rows[0]}
+    frame = {**columns, "run": ["a", "a", float("nan")]}
+    path = write_table(tmp_path / "runs.csv", expected)
+    for source in (rows, columns, Frame(frame), path, str(path), tmp_path, expected):
+        table = as_table(source)
+        assert table.run.tolist() == expected.run.tolist()
+        for name in expected.columns:
+            assert table[name].tolist() == expected[name].tolist(), name
+
+
+def test_columns_of_different_length_are_refused():
+    columns = {name: [one[name] for one in ROWS] for name in ROWS[0]}
+    with pytest.raises(TableError, match="columns of different length"):
+        as_table({**columns, "loss": [3.0]})

@@ -39,10 +39,20 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="fit.json of `parcae fit`, or its folder (required)",
     )
     add("--model", help="name of the model (default: the only one with laws)")
-    add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: not asked)")
-    add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: not asked)")
-    add("--loops", type=float, metavar="MU", help="mean loops of a training run; needs --tokens")
-    add("--tokens", type=float, metavar="D", help="training tokens of a run; needs --loops")
+    add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: none)")
+    add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: none)")
+    add(
+        "--loops",
+        type=float,
+        metavar="MU",
+        help="mean loops of a training run; needs --tokens (default: none)",
+    )
+    add(
+        "--tokens",
+        type=float,
+        metavar="D",
+        help="training tokens of a run; needs --loops (default: none)",
+    )
     add(
         "--test-loops",
         type=float,
@@ -54,7 +64,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         type=float,
         metavar="SHARE",
         help="also print the test-time loops after which the loss is within this share of its "
-        "limit; 0.001 is 0.1 %% (default: not asked)",
+        "limit; 0.001 is 0.1 %% (default: none)",
     )
     add("--json", action="store_true", help="print JSON instead of a table (default: off)")
     parser.set_defaults(run=run)

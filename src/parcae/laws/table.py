@@ -34,7 +34,7 @@ RUN_KEYS = ("model", "mean_loops", "tokens", "flops", "seed", "run")
 ROLES = ("fit", "held-out")
 SUFFIXES = (".csv", ".parquet")
 TABLE_FILE = "runs.csv"
-"""The table in the folder of a sweep."""
+"""Name of the table in the folder of a sweep."""
 MAX_LISTED_ROWS = 6
 TRANSFORMER = "transformer"
 """Models whose name starts so are baselines."""

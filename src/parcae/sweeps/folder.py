@@ -25,7 +25,7 @@ from parcae.files import (
     write_sealed,
     write_text,
 )
-from parcae.laws.table import table_from_rows, write_table
+from parcae.laws.table import TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import read_result, read_status
 from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
@@ -36,7 +36,7 @@ from parcae.training.run import differences
 from parcae.training.settings import DataConfig, located, plain_recipe, recipe_from_tree
 
 PLAN_FILE, FAILED_FILE, JOBS_FILE = "sweep.json", "failed.json", "jobs.json"
-TABLE_FILE, PARQUET_FILE = "runs.csv", "runs.parquet"
+PARQUET_FILE = "runs.parquet"
 FORMAT = 1
 AXES = (
     "model.loop.mean_loops",
