@@ -14,6 +14,8 @@ from parcae.config import ConfigError
 from parcae.infer.engine import Engine, generate
 from parcae.infer.reference import generate as plainly
 from parcae.infer.sampling import BrokenLogits
+from parcae.model.store import save
+from parcae.runs import open_checkpoint
 
 SAMPLED = {"temperature": 1.0, "top_k": 40, "loops": 3, "new_tokens": 10}
 
@@ -178,6 +180,30 @@ def test_broken_weights_are_said_to_be_broken():
         with pytest.raises(BrokenLogits, match="weights are broken"):
             engine.generate([1, 2], loops=3, **options)
         assert is_idle(engine)
+
+
+def test_generate_gives_text_for_text_and_ids_for_ids(tmp_path):
+    model = text_model()
+    save(model, tmp_path)
+    tokenizer().save(tmp_path / "tokenizer.json")
+    options = {"new_tokens": 12, "loops": 2, "seed": 4, "temperature": 1.5}
+    expected = Engine(model, tokenizer()).generate("import ", **options)
+    assert generate(tmp_path, "import ", **options) == expected.text
+    checkpoint = open_checkpoint(tmp_path)
+    assert generate(checkpoint, "import ", **options) == expected.text
+    ids = [tokenizer().bos, *tokenizer().encode("import ")]
+    stop = [tokenizer().bos]
+    for source in (str(tmp_path), checkpoint, model):
+        assert generate(source, ids, stop_tokens=stop, **options) == list(expected.tokens)
+    assert generate(model, ids, new_tokens=5) == generate(model, ids, new_tokens=5, temperature=1.0)
+    with pytest.raises(ConfigError, match="text needs a tokenizer"):
+        generate(model, "import ")
+
+
+def test_a_stream_takes_a_request():
+    engine = Engine(model_of("parcae"))
+    request = engine.request([1, 2], **SAMPLED)
+    assert [p.token for p in engine.stream(request)] == list(engine.complete([request])[0].tokens)
 
 
 def test_how_a_text_ends():

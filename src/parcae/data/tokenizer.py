@@ -229,6 +229,12 @@ class Tokenizer:
         """The text of ids. Special tokens are written by name; invalid UTF-8 becomes U+FFFD."""
         return self._plain.decode([int(number) for number in ids], skip_special_tokens=False)
 
+    def decode_stream(self) -> Callable[[int], str]:
+        """A function that takes ids one at a time and returns the text each adds, in whole
+        characters, for any kind of tokenizer."""
+        stream = decoders.DecodeStream(skip_special_tokens=False)
+        return lambda number: stream.step(self._plain, number) or ""
+
     def bytes_per_token(self) -> np.ndarray:
         """Bytes of text per id, 0 for special tokens: int32, indexed by id."""
         if not self.is_byte_level:

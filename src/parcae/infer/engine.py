@@ -45,6 +45,8 @@ Layers = Literal["auto", "native", "torch"]
 
 
 class Engine:
+    """Decodes requests over one model, alone or together, as text or token ids."""
+
     def __init__(
         self,
         model: LanguageModel,

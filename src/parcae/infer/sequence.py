@@ -75,13 +75,14 @@ class TextStream:
     that may be the start of a stop string is held back until that is decided. The stop string that
     is complete first ends the text, the longest if several are; so the result does not depend on
     how the text is split into tokens.
+
+    Byte-level tokens are decoded here, because `DecodeStream` of `tokenizers` also holds back text
+    after bytes that are not UTF-8, which would detect a stop string a token later.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._bytes = tokenizer.token_bytes
-        self._ids: list[int] = []
-        self._decoded_length = 0
+        self._bytes = tokenizer.token_bytes if tokenizer.is_byte_level else None
+        self._decode = None if tokenizer.is_byte_level else tokenizer.decode_stream()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held_back = ""
@@ -89,20 +90,12 @@ class TextStream:
         """Whether a stop string has appeared; it and all text after it are dropped."""
 
     def push(self, token: int) -> str:
-        if not self._tokenizer.is_byte_level:
-            return self._release(self._decode_all(token))
+        if self._bytes is None:
+            assert self._decode is not None
+            return self._release(self._decode(token))
         # A model's vocabulary may be larger than its tokenizer's.
         token_bytes = self._bytes[token] if token < len(self._bytes) else b""
         return self._release(self._decoder.decode(token_bytes))
-
-    def _decode_all(self, token: int) -> str:
-        """The text that a token adds, for tokenizers whose tokens are not byte strings."""
-        self._ids.append(token)
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
-        new, self._decoded_length = text[self._decoded_length :], len(text)
-        return new
 
     def finish(self) -> str:
         text = self._release(self._decoder.decode(b"", final=True))
