@@ -134,7 +134,7 @@ class Branches:
         self.position_tensor = torch.tensor(self.positions, device=device)
         self._alike = list(_alike(bundles, device))
 
-    def write(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:
+    def write_kv(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:
         kept.k, kept.v = k_NKE, v_NKE
 
     def attend(self, q_NHE: Tensor, kept: Kept, scale: float | None = None) -> Tensor:
