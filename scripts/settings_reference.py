@@ -1,4 +1,4 @@
-"""An extension of griffe: the help of a `setting(...)` becomes documentation in the API reference."""
+"""A griffe extension: the help of a `setting(...)` becomes part of the API reference."""
 
 from __future__ import annotations
 
