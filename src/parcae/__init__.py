@@ -37,6 +37,7 @@ _PUBLIC = {
         "register_optimiser",
         "register_sampler",
     ),
+    "report.page": ("write_report",),
     "runs": ("load", "open_checkpoint"),
     "sweeps.run": ("sweep",),
     "training.cost": ("plan",),
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from parcae.registry import register_injection as register_injection
     from parcae.registry import register_optimiser as register_optimiser
     from parcae.registry import register_sampler as register_sampler
+    from parcae.report.page import write_report as write_report
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.sweeps.run import sweep as sweep

@@ -11,7 +11,6 @@ import pytest
 
 import fake_runs
 from parcae.report.page import write_report
-from parcae.report.runs import read_runs
 
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -59,7 +58,7 @@ def title_in_browser(page, width, tmp_path):
 @pytest.mark.parametrize(("width", "abreast"), [(1280, 2), (500, 1)])
 def test_every_picture_is_drawn_and_nothing_overflows(width, abreast, tmp_path):
     folder = fake_runs.looped_run(tmp_path / "run")
-    page = write_report(read_runs([folder]), tmp_path / "report")
+    page = write_report(folder, tmp_path / "report")
     html = page.read_text()
     assert "Content-Security-Policy" in html
     # The page itself forbids scripts; for the probe alone they are allowed.

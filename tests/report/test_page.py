@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 import fake_runs as fakes
+import parcae
 from parcae.cli import main
 from parcae.presets import PRESETS
-from parcae.report.canvas import panel
-from parcae.report.loop_figures import block_names
-from parcae.report.page import write_report
-from parcae.report.runs import read_runs
-from parcae.report.text import flatten
+from parcae.report.figures import block_names
+from parcae.report.html import flatten
+from parcae.report.panel import panel
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -55,7 +54,7 @@ class Reader(HTMLParser):
 
 
 def report(*folders, out=None) -> tuple[str, Reader]:
-    path = write_report(read_runs(folders), out or folders[0] / "report")
+    path = parcae.write_report(folders, out or folders[0] / "report")
     content = path.read_text(encoding="utf-8")
     reader = Reader()
     reader.feed(content)
@@ -130,7 +129,7 @@ def test_several_runs_are_compared(tmp_path):
     second = fakes.looped_run(tmp_path / "b/demo", seed=1, optimiser={"lr": 0.004})
     third = fakes.transformer_run(tmp_path / "baseline")
     content, reader = report(first, second, out=tmp_path / "two")
-    section = content.split("What differs between the recipes")[1].split("</section>")[0]
+    section = content.split("Differences between the recipes")[1].split("</section>")[0]
     assert re.findall(r'scope="row">([^<]*)<', section) == ["optimiser.lr"]
     assert re.findall(r"<td>([^<]*)<", section) == ["0.008", "0.004"]
     assert "a/demo" in reader.text
@@ -139,7 +138,7 @@ def test_several_runs_are_compared(tmp_path):
     content, reader = report(first, second, third, out=tmp_path / "three")
     assert "3 runs compared" in reader.text
     assert "Transformer, 3 layers" in reader.text
-    assert "model.architecture" in content.split("What differs")[1]
+    assert "model.architecture" in content.split("Differences between")[1]
     assert any("baseline" in image["alt"] for image in reader.images)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
 
 import fake_runs as fakes
 from parcae.files import FileError
-from parcae.report.runs import read_run, read_runs
+from parcae.report.runs import column, number, numbers, read_run, read_runs
 
 ONE = fakes.train_line(1, 1, random.Random(0))
 
@@ -92,3 +93,17 @@ def test_a_missing_measurement_in_a_result_stays_missing(tmp_path):
     run = read_run(fakes.write_run(tmp_path / "run", [ONE], outcome=outcome))
     assert run.train_loss != run.train_loss
     assert run.amount("tokens") != run.amount("tokens")
+
+
+@pytest.mark.parametrize("value", [None, "3", True, math.inf, -math.inf, math.nan, 10**400, [1]])
+def test_what_is_no_finite_number(value):
+    assert math.isnan(number(value))
+
+
+def test_columns_leave_out_what_is_missing():
+    lines = [{"step": 1, "x": 2}, {"step": 2, "x": None}, {"x": 4}, {"step": 3, "x": 5.5}]
+    steps, values = column(lines, "x")
+    assert steps.tolist() == [1, 3]
+    assert values.tolist() == [2, 5.5]
+    assert len(column([], "x")[0]) == 0
+    assert numbers("123").tolist() == numbers(None).tolist() == []

@@ -52,10 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     if result.status != "finished":
         return 0 if result.status == "interrupted" else 1
     from parcae.report.page import write_report
-    from parcae.report.runs import read_runs
 
     profile, picture = _measure(recipe, folder, arguments.out / "looping.png")
-    report = write_report(read_runs([folder]), arguments.out / "report")
+    report = write_report(folder, arguments.out / "report")
     _explain(result, profile, picture, report, folder)
     return 0
 

@@ -1,4 +1,4 @@
-"""`parcae presets`: every model by name, with its exact number of parameters."""
+"""`parcae presets`: all presets, with their number of parameters and cost."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         for name, config in PRESETS.items()
     ]
-    columns = ("preset", "parameters", "layers", "width", "vocab", "loops")
-    console.out.print(console.table("Models by name", (*columns, "FLOPs/tok"), rows))
+    columns = ("preset", "parameters", "layers", "width", "vocabulary", "mean loops")
+    console.out.print(console.table("Presets", (*columns, "FLOPs per token"), rows))
     return 0

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     loop, cost = config.loop, flops.token_flops(config)
     rows = [
         ("parameters", f"{flops.parameter_count(config):,}"),
-        ("of them in the looped core", f"{flops.core_parameter_count(config):,}"),
+        ("  in the looped core", f"{flops.core_parameter_count(config):,}"),
         (
             f"effective parameters N(mu = {loop.mean_loops:g})",
             f"{flops.effective_parameters(config):,.0f}",
@@ -64,5 +64,5 @@ def _model(tree: dict[str, Any], flags: dict[str, Any]) -> ModelConfig:
 
     tree = merge(tree, flags)
     check_tables(tree, TABLES)
-    require("model" in tree, "model", "there is no such table", "Start with [model].")
+    require("model" in tree, "model", "the recipe has no such table", "Add [model].")
     return model_from_table(tree["model"])

@@ -32,8 +32,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     grid = parser.add_argument_group(
         "grid", "lists separated by commas; one run per combination; default: the recipe's value"
     )
-    numbers = {"type": parse_number_list, "default": []}
-    integers = {"type": parse_int_list, "default": []}
+    numbers = {"type": parse_number_list, "default": ()}
+    integers = {"type": parse_int_list, "default": ()}
     grid.add_argument("--budgets", metavar="FLOPS,...", help="training FLOPs of a run", **numbers)
     grid.add_argument(
         "--tokens",
@@ -47,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     grid.add_argument(
         "--models",
         type=parse_list,
-        default=[],
+        default=(),
         metavar="PRESET,...",
         help="presets to use instead of the recipe's",
     )
@@ -64,7 +64,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--grid",
         type=parse_setting,
         action="append",
-        default=[],
         metavar="TABLE.KEY=V,...",
         help="values of any other setting; may be repeated",
     )
@@ -135,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         models=arguments.models,
         learning_rates=arguments.learning_rates,
         seeds=arguments.seeds,
-        settings=dict(arguments.grid),
+        settings=dict(arguments.grid or ()),
         test_loops=arguments.test_loops,
         overrides=overrides,
         workers=arguments.workers,

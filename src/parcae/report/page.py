@@ -1,7 +1,4 @@
-"""The page: one HTML file that needs no other, and its figures beside it as PNG.
-
-write_report(read_runs(["out/a", "out/b"]), "out/report")  ->  out/report/report.html
-"""
+"""The report page: one self-contained HTML file, and its figures as PNG files beside it."""
 
 from __future__ import annotations
 
@@ -9,36 +6,51 @@ import base64
 import math
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from parcae import plotting
 from parcae.files import atomic_path, write_text
-from parcae.report.canvas import Figure
-from parcae.report.figures import TRAINING
-from parcae.report.loop_figures import LOOP
-from parcae.report.runs import Measured, Run
-from parcae.report.series import number
-from parcae.report.style import CSS
-from parcae.report.text import (
+from parcae.report.figures import LOOP, TRAINING
+from parcae.report.html import (
     NONE,
+    count,
     decimal,
     duration,
     flatten,
     flops,
     percent,
     plain_value,
-    short,
     table,
     whole,
 )
+from parcae.report.panel import Figure
+from parcae.report.runs import Measured, Run, number, read_runs
+from parcae.runs.layout import REPORT_FOLDER
 
 SHOWN_EVENTS = 50
 NOTHING_ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""The browser itself refuses whatever the page would fetch or run."""
+"""The content security policy of the page: the browser loads and runs nothing."""
 
 
-def write_report(runs: Sequence[Run], out: str | Path) -> Path:
-    out = Path(out)
+def write_report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write a self-contained HTML page about one run, or a comparison of several.
+
+    Args:
+        runs: The folder of a run, or several.
+        out: Folder for report.html and its figures. Default: RUN/report, or out/report for several.
+
+    Returns:
+        The path of report.html.
+    """
+    folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    several = len(folders) > 1
+    default = Path("out") / REPORT_FOLDER if several else Path(folders[0]) / REPORT_FOLDER
+    return write_page(read_runs(folders), default if out is None else Path(out))
+
+
+def write_page(runs: Sequence[Run], out: Path) -> Path:
+    """Draw the figures of the runs, and write them and the page into `out`."""
     training = [figure for draw in TRAINING if (figure := draw(runs))]
     loop = [figure for draw in LOOP if (figure := draw(runs))]
     for figure in (*training, *loop):
@@ -49,6 +61,8 @@ def write_report(runs: Sequence[Run], out: str | Path) -> Path:
 
 
 def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]) -> str:
+    """The HTML of the page."""
+    css = resources.files("parcae.report").joinpath("page.css").read_text(encoding="utf-8")
     title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared"
     sections = [
         headlines(runs),
@@ -56,8 +70,8 @@ def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]
         _section("Inside the loop", _figures(loop)),
         _section("Samples", samples(runs)),
         _section("Events", events(runs)),
-        _section("What differs between the recipes", differences(runs)),
-        _section("Everything", details(runs)),
+        _section("Differences between the recipes", differences(runs)),
+        _section("Recipe and result", details(runs)),
     ]
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -67,7 +81,8 @@ def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]
 <meta http-equiv="Content-Security-Policy" content="{NOTHING_ALLOWED}">
 <link rel="icon" href="data:,">
 <title>{escape(title)} – Parcae report</title>
-<style>{CSS}</style>
+<style>
+{css}</style>
 </head>
 <body>
 <main>
@@ -89,8 +104,8 @@ def summary(run: Run) -> str:
     ]
     parts = [
         describe_model(run),
-        f"{short(run.parameters)} parameters",
-        f"{short(run.amount('tokens'))} tokens",
+        f"{count(run.parameters)} parameters",
+        f"{count(run.amount('tokens'))} tokens",
         f"validation loss {', '.join(at)}" if at else "not validated",
         duration(run.amount("seconds")),
     ]
@@ -100,7 +115,7 @@ def summary(run: Run) -> str:
 def describe_model(run: Run) -> str:
     config = run.config
     if config is None:
-        return "a model this version does not know"
+        return "a model of another version of parcae"
     if config.architecture == "transformer":
         return f"Transformer, {config.layers} layers, width {config.width}"
     layers = f"{config.prelude_layers}+{config.core_layers}+{config.coda_layers} layers"
@@ -109,7 +124,7 @@ def describe_model(run: Run) -> str:
 
 
 def headlines(runs: Sequence[Run]) -> str:
-    """One run: its numbers in groups, side by side. Several: a column for each."""
+    """Numbers of the runs: in groups for one run, a column per run for several."""
     notes = "".join(
         f'<p class="note" role="note"><b>{escape(run.name)}:</b> {escape(str(diagnosis))}</p>\n'
         for run in runs
@@ -117,50 +132,50 @@ def headlines(runs: Sequence[Run]) -> str:
     )
     groups = {
         caption: [cells for cells in rows if any(cell != NONE for cell in cells[1:])]
-        for caption, rows in {"The run": _spent(runs), "What came out": _came_out(runs)}.items()
+        for caption, rows in {"Training": _cost_rows(runs), "Result": _loss_rows(runs)}.items()
     }
     if len(runs) > 1:
         rows = [cells for group in groups.values() for cells in group]
         numbers = table(["", *(run.name for run in runs)], rows, kind="compared")
-        return f"{notes}<h2>In numbers</h2>\n{numbers}{_validations(runs)}"
+        return f"{notes}<h2>Summary</h2>\n{numbers}{_validations(runs)}"
     tables = "".join(table(["", ""], rows, caption) for caption, rows in groups.items())
-    return f"{notes}<h2>In numbers</h2>\n{_tables(tables + _validation(runs[0], 'Validation'))}"
+    return f"{notes}<h2>Summary</h2>\n{_tables(tables + _validation(runs[0], 'Validation'))}"
 
 
-def _spent(runs: Sequence[Run]) -> list[list[str]]:
+def _cost_rows(runs: Sequence[Run]) -> list[list[str]]:
     return [
         ["Status", *(run.status for run in runs)],
         ["Parameters", *(whole(run.parameters) for run in runs)],
         ["Steps", *(whole(run.amount("steps")) for run in runs)],
-        ["Tokens", *(short(run.amount("tokens")) for run in runs)],
+        ["Tokens", *(count(run.amount("tokens")) for run in runs)],
         ["FLOPs, nominal", *(flops(run.amount("flops")) for run in runs)],
         ["FLOPs, executed", *(flops(run.amount("executed_flops")) for run in runs)],
         ["Time", *(duration(run.amount("seconds")) for run in runs)],
-        ["Tokens per second, median", *(short(run.typical("tokens_per_second")) for run in runs)],
-        ["Share of the device's peak", *(percent(run.typical("peak_fraction")) for run in runs)],
+        ["Tokens per second, median", *(count(run.median("tokens_per_second")) for run in runs)],
+        ["Fraction of the device's peak", *(percent(run.median("peak_fraction")) for run in runs)],
         ["Device", *(plain_value(run.value("device")) for run in runs)],
         ["Seed", *(_seed(run) for run in runs)],
     ]
 
 
-def _came_out(runs: Sequence[Run]) -> list[list[str]]:
+def _loss_rows(runs: Sequence[Run]) -> list[list[str]]:
     final = [run.validations[-1].depths if run.validations else {} for run in runs]
     nominal = [one.get(run.nominal_depth or 0) for one, run in zip(final, runs, strict=True)]
     return [
         ["Training loss", *(decimal(run.train_loss) for run in runs)],
-        ["Depth in use, T", *(whole(run.nominal_depth or math.nan) for run in runs)],
-        ["Validation loss there", *(_field(one, "loss") for one in nominal)],
-        ["Perplexity there", *(_field(one, "perplexity") for one in nominal)],
-        ["Bits per byte there", *(_field(one, "bits_per_byte") for one in nominal)],
+        ["Loops T", *(whole(run.nominal_depth or math.nan) for run in runs)],
+        ["Validation loss at T", *(_field(one, "loss") for one in nominal)],
+        ["Perplexity at T", *(_field(one, "perplexity") for one in nominal)],
+        ["Bits per byte at T", *(_field(one, "bits_per_byte") for one in nominal)],
         ["Validation loss at T = 1", *(_field(one.get(1), "loss") for one in final)],
-        ["Skipped steps", *(_counted(run, "skipped_steps", "skipped") for run in runs)],
-        ["Spikes", *(_counted(run, "spikes", "spike") for run in runs)],
+        ["Skipped steps", *(_event_count(run, "skipped_steps", "skipped") for run in runs)],
+        ["Spikes", *(_event_count(run, "spikes", "spike") for run in runs)],
     ]
 
 
 def _validations(runs: Sequence[Run]) -> str:
     tables = "".join(_validation(run, f"{run.name}: validation") for run in runs)
-    return f"<h3>Validation by depth</h3>\n{_tables(tables)}" if tables else ""
+    return f"<h3>Validation by loops</h3>\n{_tables(tables)}" if tables else ""
 
 
 def _validation(run: Run, what: str) -> str:
@@ -176,7 +191,7 @@ def _validation(run: Run, what: str) -> str:
 
 
 def samples(runs: Sequence[Run]) -> str:
-    """Under each prompt from shallow to deep; the runs side by side."""
+    """The samples of each prompt by increasing loops; the runs side by side."""
     prompts: dict[str, list[tuple[float, str, str]]] = {}
     for run in runs:
         listed = run.value("samples")
@@ -212,12 +227,12 @@ def events(runs: Sequence[Run]) -> str:
             rest = f", the last {SHOWN_EVENTS} of {len(rows)}" if more > 0 else ""
             caption = f"{run.name}{rest}" if len(runs) > 1 or rest else ""
             shown = rows[-SHOWN_EVENTS:]
-            parts.append(table(["Step", "What", "Message"], shown, caption, kind="text"))
+            parts.append(table(["Step", "Event", "Message"], shown, caption, kind="text"))
     return _tables("".join(parts)) if parts else ""
 
 
 def differences(runs: Sequence[Run]) -> str:
-    """Only the keys whose values are not the same in all recipes."""
+    """A table of the settings that differ between the recipes."""
     if len(runs) < 2:
         return ""
     flat = [flatten(run.recipe) for run in runs]
@@ -228,7 +243,7 @@ def differences(runs: Sequence[Run]) -> str:
         if any(one.get(key) != flat[0].get(key) for one in flat)
     ]
     if not rows:
-        return "<p>Nothing: the recipes are the same.</p>\n"
+        return "<p>None.</p>\n"
     return table(["Key", *(run.name for run in runs)], rows, kind="compared")
 
 
@@ -265,7 +280,7 @@ def _figures(figures: Sequence[Figure]) -> str:
     drawn = "".join(
         f'<figure><img alt="{escape(figure.alt)}" '
         f'src="data:image/png;base64,{base64.b64encode(figure.png).decode()}">'
-        f"<figcaption>{escape(figure.look)}</figcaption></figure>\n"
+        f"<figcaption>{escape(figure.caption)}</figcaption></figure>\n"
         for figure in figures
     )
     return f'<div class="figures">\n{drawn}</div>\n'
@@ -289,8 +304,8 @@ def _field(measured: Measured | None, name: str) -> str:
     return decimal(getattr(measured, name), 2 if name == "perplexity" else 4)
 
 
-def _counted(run: Run, key: str, what: str) -> str:
-    """From the result, or counted in the events of a run that has none yet."""
+def _event_count(run: Run, key: str, what: str) -> str:
+    """From the result, or counted in the events of a run without one."""
     if run.result is None:
         return str(sum(event.get("what") == what for event in run.events))
     return whole(number(run.value(key)))

@@ -1,9 +1,12 @@
-"""A run folder, read: recipe.toml, metrics.jsonl and, once it has ended, result.json."""
+"""Runs as the report shows them: from recipe.toml, metrics.jsonl and result.json.
+
+NaN stands for a number that is missing, and for anything that is not a finite number.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +16,17 @@ import numpy as np
 
 from parcae.config import ConfigError, ModelConfig
 from parcae.presets import model_from_table
-from parcae.report.series import column, number
 from parcae.runs import check_run_folder, read_metrics, read_recipe_table, read_result
 from parcae.runs.layout import RECIPE_FILE
 from parcae.runs.records import Line
 
+LARGEST = 1e30
+"""Numbers beyond this have diverged and would only spoil the axis of a figure."""
+
 
 @dataclass(frozen=True)
 class Measured:
-    """A validation at one depth; NaN for what was not measured."""
+    """A validation at one number of loops."""
 
     loss: float
     perplexity: float
@@ -30,17 +35,19 @@ class Measured:
 
 @dataclass(frozen=True)
 class Validation:
+    """A validation at one step, by the number of loops."""
+
     step: float
     depths: dict[int, Measured]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run, ended or not."""
+    """All that a run has written, whether it has ended or not."""
 
     folder: Path
     name: str
-    """The folder's, with as much of its parents as tells it from the other runs."""
+    """The end of the folder's path, long enough to differ from the other runs."""
     recipe: Mapping[str, Any]
     recipe_text: str
     lines: Mapping[str, list[Line]]
@@ -49,7 +56,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """`demo/run`: where a folder stands often says more than what it is called."""
+        """The folder and its parent, such as `demo/run`."""
         return "/".join(self.folder.resolve().parts[-2:]).lstrip("/")
 
     @property
@@ -68,24 +75,24 @@ class Run:
     def config(self) -> ModelConfig | None:
         try:
             return model_from_table(self.recipe.get("model", {}))
-        except (ConfigError, TypeError, ValueError):  # of another version: the rest can be shown
+        except (ConfigError, TypeError, ValueError):  # of another version of parcae
             return None
 
     @property
     def nominal_depth(self) -> int | None:
-        """The depth the model is used at: the mean it was trained with."""
+        """The number of loops the model is used with: the mean of training."""
         return self.config.loop.nominal_loops if self.config else None
 
     @cached_property
     def validations(self) -> list[Validation]:
-        """In order; the last one is that of result.json, where there is one."""
-        found = [_read_validation(line) for line in self.lines.get("validation", [])]
+        """In order; the last one is that of result.json, if there is one."""
+        validations = [_read_validation(line) for line in self.lines.get("validation", [])]
         if isinstance(table := self.value("validation"), Mapping):
             end = number(self.value("steps"))
             final = {depth: _read_measured(entry) for depth, entry in _by_depth(table).items()}
-            found = [one for one in found if not one.step >= end]
-            found.append(Validation(end, final))
-        return [one for one in found if one.depths]
+            validations = [v for v in validations if not v.step >= end]
+            validations.append(Validation(end, final))
+        return [v for v in validations if v.depths]
 
     @property
     def status(self) -> str:
@@ -96,11 +103,11 @@ class Run:
         return last if last in ends else "no result yet"
 
     def value(self, key: str) -> Any:
-        """Of result.json; None where it is not there."""
+        """A value of result.json; None if it is missing."""
         return self.result.get(key) if self.result else None
 
     def amount(self, key: str) -> float:
-        """Of result.json, or of the last training line of a run that has not ended."""
+        """A number of result.json, or of the last training line of a run that has not ended."""
         value = number(self.value(key))
         if not math.isnan(value) or self.result is not None:
             return value
@@ -111,14 +118,14 @@ class Run:
 
     @property
     def train_loss(self) -> float:
-        """That of result.json, or while there is none the mean of the last tenth of the steps."""
+        """The loss in result.json; before there is one, the mean of the last tenth of the steps."""
         _, losses = column(self.train, "loss")
         if self.result is not None or not len(losses):
             return number(self.value("train_loss"))
         return float(np.mean(losses[-max(1, len(losses) // 10) :]))
 
-    def typical(self, key: str) -> float:
-        """The median over the training lines."""
+    def median(self, key: str) -> float:
+        """The median of a number over the training lines."""
         _, values = column(self.train, key)
         return float(np.median(values)) if len(values) else math.nan
 
@@ -133,11 +140,11 @@ class Run:
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """The runs in the order given, each once, under names that differ."""
+    """Read runs in the order given, each once, under names that differ."""
     for folder in folders:
         check_run_folder(folder)
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
-    return [read_run(path, name) for path, name in zip(paths, distinct(paths), strict=True)]
+    return [read_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
@@ -152,21 +159,21 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     )
 
 
-def distinct(places: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that no two share."""
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that all differ."""
 
-    def end(place: Path, length: int) -> str:
-        return "/".join(part.strip("/") for part in place.parts[-length:]) or "/"
+    def end(path: Path, length: int) -> str:
+        return "/".join(part.strip("/") for part in path.parts[-length:]) or "/"
 
     names = []
-    for place in places:
+    for path in paths:
         length = 1
-        others = [other for other in places if other != place]
-        while length < len(place.parts) and any(
-            end(other, length) == end(place, length) for other in others
+        others = [other for other in paths if other != path]
+        while length < len(path.parts) and any(
+            end(other, length) == end(path, length) for other in others
         ):
             length += 1
-        names.append(end(place, length))
+        names.append(end(path, length))
     return names
 
 
@@ -187,7 +194,28 @@ def _read_measured(entry: Any) -> Measured:
 
 
 def _by_depth(table: Any) -> dict[int, Any]:
-    """JSON's keys are text; they are put in the order of the numbers they spell."""
+    """The entries with whole numbers as keys, which are text in JSON, in increasing order."""
     if not isinstance(table, Mapping):
         return {}
     return dict(sorted((int(key), value) for key, value in table.items() if str(key).isdecimal()))
+
+
+def number(value: Any) -> float:
+    """`value` if it is a finite number; NaN for anything else: null, text, infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if abs(value) < LARGEST else math.nan
+
+
+def numbers(values: Any) -> np.ndarray:
+    """A list of numbers as an array, with NaN for what is not a finite number."""
+    listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
+    return np.array([number(value) for value in listed], dtype=float)
+
+
+def column(lines: Iterable[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of one key, of the lines where both are numbers."""
+    pairs = np.array([(number(line.get("step")), number(line.get(key))) for line in lines])
+    pairs = pairs.reshape(-1, 2)
+    pairs = pairs[~np.isnan(pairs).any(axis=1)]
+    return pairs[:, 0], pairs[:, 1]

@@ -97,32 +97,38 @@ def sweep(
 ) -> SweepResult:
     """Train one run for each point of a grid, and collect the losses in one table.
 
-        result = parcae.sweep("recipes/sweep-tiny.toml", "runs/laws",
-                              budgets=[6e11, 1.2e12], loops=[1, 2, 4])
-        parcae.fit(result.table())
+    Each run trains in a process of its own. The same call again continues what was interrupted and
+    skips finished runs; a larger grid with the same `out` adds runs.
 
-    Calling it again continues what was interrupted and skips finished runs; a larger grid with the
-    same `out` adds runs. Each run trains in a process of its own.
+        result = parcae.sweep(
+            "recipes/sweep.toml", "runs/laws", budgets=[6e11, 1.2e12], loops=[1, 2, 4]
+        )
+        laws = parcae.fit(result.table())
 
-    recipe          a recipe file or its tables as a dict; or the folder of a sweep, to continue it
-    out             folder of the sweep (default: runs/<name of the recipe>-sweep)
-    budgets         training FLOPs of a run
-    tokens          training tokens of a run, instead of `budgets`
-    loops           mean loops in training; 1 is fixed depth
-    models          presets to use instead of the recipe's
-    learning_rates  AdamW's; Muon's keeps its ratio to it
-    seeds           seeds of initialisation and data order
-    settings        values of any other setting by its key: {"optimiser.beta2": [0.9, 0.95]}
-    test_loops      loops at which every run is validated (default: 1, all `loops`, and 1.5 and 2
-                    times the largest)
-    overrides       settings of all runs that differ from the recipe: {"data": {"global_batch": 16}}
-    workers         runs that train at the same time (default: the number of GPUs, or 1)
-    slurm           submit the runs to Slurm and return: a `SlurmConfig` or its fields as a dict
-    retry           also start runs that failed before
-    dry_run         only plan: train nothing and write nothing
-    utilisation     fraction of the device's peak speed to assume for estimates of time
-    device_flops    peak speed of one device for estimates: FLOP/s, or `a100`, `h100`
-    verbose         print the plan and progress
+    Args:
+        recipe: A recipe file, or its tables as a dict; or the folder of a sweep, to continue it.
+        out: Folder of the sweep. Default: runs/NAME-sweep for a recipe NAME.toml.
+        budgets: Training FLOPs of a run.
+        tokens: Training tokens of a run, instead of `budgets`.
+        loops: Mean loops in training; 1 is fixed depth.
+        models: Presets to use instead of the recipe's.
+        learning_rates: Learning rates of AdamW; Muon's keeps its ratio to it.
+        seeds: Seeds of initialisation and data order.
+        settings: Values of any other setting by its key: `{"optimiser.beta2": [0.9, 0.95]}`.
+        test_loops: Loops at which every run is validated. Default: 1, all of `loops`, and 1.5 and 2
+            times the largest.
+        overrides: Settings of all runs to change: `{"data": {"global_batch": 16}}`.
+        workers: Runs that train at the same time. Default: the number of GPUs, or 1.
+        slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
+        retry: Also start runs that failed before.
+        dry_run: Only plan: train nothing and write nothing.
+        utilisation: Fraction of the device's peak speed to assume for estimates of time. Default:
+            steps of small models are measured; 0.4 for others.
+        device_flops: Peak speed of one device for estimates: FLOP/s, or a name such as h100.
+        verbose: Print the plan and the progress.
+
+    Returns:
+        The runs with their states, and the table of the finished ones.
     """
     grid = Grid(
         budgets=tuple(budgets),

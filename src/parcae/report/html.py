@@ -1,4 +1,4 @@
-"""Numbers and tables as HTML; whatever comes from a run is escaped here."""
+"""Numbers, values and tables as text and HTML. Tables escape their cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parcae import console
 NONE = "–"
 
 
-def short(value: float) -> str:
+def count(value: float) -> str:
     return NONE if math.isnan(value) else console.format_count(value)
 
 
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def plain_value(value: Any) -> str:
-    """A setting or a result as its file spells it."""
+    """A setting or a result as in its file."""
     if value is None:
         return NONE
     if isinstance(value, bool):
@@ -48,7 +48,7 @@ def plain_value(value: Any) -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables within tables as dotted keys, in order."""
+    """Nested tables as one table with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
@@ -65,7 +65,7 @@ def table(
     *,
     kind: Literal["numbers", "text", "compared"] = "numbers",
 ) -> str:
-    """Cells are escaped; the first of each row is its name. Wide tables scroll by themselves."""
+    """An HTML table that scrolls if it is wide; the first cell of each row is its header."""
     top = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     top = f"<thead><tr>{top}</tr></thead>\n" if any(head) else ""
     body = "".join(
@@ -74,8 +74,8 @@ def table(
         + "</tr>\n"
         for row in rows
     )
-    said = f"<caption>{escape(caption)}</caption>" if caption else ""
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
-        f'<div class="scroll" tabindex="0"><table class="{kind}">{said}{top}'
+        f'<div class="scroll" tabindex="0"><table class="{kind}">{title}{top}'
         f"<tbody>{body}</tbody></table></div>\n"
     )

@@ -1,27 +1,11 @@
-"""Smoothing and thinning against what they promise."""
+"""Panels of the report: smoothing, thinning, legends."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 
-from parcae.report.series import column, number, numbers, smooth, thin
-
-
-@pytest.mark.parametrize("value", [None, "3", True, math.inf, -math.inf, math.nan, 10**400, [1]])
-def test_what_is_no_finite_number(value):
-    assert math.isnan(number(value))
-
-
-def test_columns_leave_out_what_is_missing():
-    lines = [{"step": 1, "x": 2}, {"step": 2, "x": None}, {"x": 4}, {"step": 3, "x": 5.5}]
-    steps, values = column(lines, "x")
-    assert steps.tolist() == [1, 3]
-    assert values.tolist() == [2, 5.5]
-    assert len(column([], "x")[0]) == 0
-    assert numbers("123").tolist() == numbers(None).tolist() == []
+from parcae.report.panel import smooth, thin
 
 
 def test_smooth_is_a_centred_mean():
