@@ -1,7 +1,7 @@
-"""In-context evaluation the plain way: one question at a time, nothing shared, full logits.
+"""Few-shot evaluation one question at a time: nothing shared, full logits.
 
-The oracle of the tests and what `benchmarks/evaluation.py` compares with. It follows the reference
-release step by step and uses nothing of `parcae.evaluation`.
+The oracle of the tests and the baseline of `benchmarks/evaluation.py`. It follows the reference
+release step by step and does not import `parcae.evaluation`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Scored:
     losses: list[float]
     """Mean over each alternative's span."""
     greedy: list[int]
-    """What the model says in place of the last alternative's span."""
+    """The model's most likely tokens for the span of the last alternative."""
     correct: bool
 
 

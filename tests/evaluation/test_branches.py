@@ -1,4 +1,4 @@
-"""What is computed together is what each sequence would have been alone."""
+"""Sequences computed together give the same results as each one alone."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_bundles_equal_each_sequence_alone(model, several):
                 assert (answer.likeliest[place] == logits.argmax(-1))[clear].all()
 
 
-def test_what_is_shared_is_computed_once():
+def test_shared_tokens_are_computed_once():
     shared = tuple(range(20))
     prompt = Prompt(
         ((*shared, 1, 2), (*shared, 3, 4, 5), (*shared, 1, 2)),
@@ -101,12 +101,12 @@ def test_answers_of_one_token_cost_nothing_more():
     assert branches == [[0, 1, 2, 3]]
 
 
-def test_sequences_cut_at_different_places_share_nothing():
+def test_sequences_cut_at_different_positions_share_nothing():
     prompt = cut_left([[*range(30), 1], [*range(30), 1, 2]], [Span(30, 31), Span(30, 32)], 16)
     assert [held.size for held, _ in bundles(prompt)] == [15, 15]
 
 
-def test_batches_keep_to_their_size_and_lose_nobody():
+def test_batches_keep_their_size_and_every_prompt():
     costs = [5, 9, 3, 20, 1, 1, 7]
     found = list(batches(costs, 12))
     assert sorted(place for batch in found for place in batch) == list(range(7))
@@ -114,7 +114,7 @@ def test_batches_keep_to_their_size_and_lose_nobody():
     assert all(sum(costs[p] for p in batch) <= 12 for batch in found[1:])
 
 
-def test_a_drawn_state_is_the_same_whoever_shares_the_batch(small_model, small_tokenizer):
+def test_a_drawn_state_does_not_depend_on_the_batch(small_model, small_tokenizer):
     drawn = LoopedScorer(small_model, small_tokenizer, [2], state="like-init")
     first, second = (
         Prompt(

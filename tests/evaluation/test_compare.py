@@ -1,4 +1,4 @@
-"""Two evaluations side by side: the statistics against scipy, the rest against brute force."""
+"""Comparisons of two evaluations: statistics against scipy, the rest against brute force."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_nothing_in_common_is_an_error(tmp_path):
         compare_at(a, b, (1, 1))
 
 
-def test_documents_count_only_when_they_are_whole(tmp_path):
+def test_only_complete_documents_count(tmp_path):
     """Of four documents the second lacks a window, the third its first, the last may lack some."""
     records = [window(0, 0, 1.0, 10), window(1, 0, 2.0, 0), window(2, 1, 4.0, 10)]
     records += [window(4, 1, 8.0, 0), window(6, 2, 16.0, 0), window(7, 3, 32.0, 10)]
@@ -129,7 +129,7 @@ def test_documents_count_only_when_they_are_whole(tmp_path):
     def read(scored: int) -> dict[int, list[float] | None]:
         suites = {"val": {"sha256": "d0", "scored": scored}}
         one = read_evaluation(evaluation(tmp_path / "one", records, (1,), suites))
-        return {key.index: item.nats for key, item in one.items["val"].items()}
+        return {key.number: item.nats for key, item in one.items["val"].items()}
 
     assert read(9) == {0: [3.0]}
     assert read(8) == {0: [3.0], 3: [32.0]}
@@ -153,7 +153,7 @@ def test_loops_to_compare_at(tmp_path):
         choose_loops(a, having((2,)), "each")
 
 
-def test_folders_that_are_no_evaluation(tmp_path):
+def test_folders_that_are_not_evaluations(tmp_path):
     with pytest.raises(FileError, match=r"result\.json: no such file.*`parcae eval`"):
         read_evaluation(tmp_path)
     folder = evaluation(tmp_path / "a", [question(0, 1, 1)])
@@ -205,13 +205,13 @@ def test_the_command_agrees_with_the_results(
 ):
     results = []
     for name, model, loops in (("a", checkpoint, "1,2,4"), ("b", other_checkpoint, "4,1")):
-        words = ["eval", str(model), "--suite", "core,lambada,wikitext", "--loops", loops]
+        arguments = ["eval", str(model), "--suite", "core,lambada,wikitext", "--loops", loops]
         out = tmp_path / name / "evaluation"
-        assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(out)]) == 0
+        assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(out)]) == 0
         results.append(json.loads((out / "result.json").read_text())["suites"])
     capsys.readouterr()
-    words = ["compare", str(tmp_path / "a"), str(tmp_path / "b/evaluation")]
-    assert cli.main([*words, "--loops", "2,1", "--json"]) == 0
+    arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b/evaluation")]
+    assert cli.main([*arguments, "--loops", "2,1", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["only_in_one"] == {}
     (found,) = printed["comparisons"]
@@ -231,7 +231,7 @@ def test_the_command_agrees_with_the_results(
     assert found["texts"]["wikitext"]["items"] == 2
     assert found["tasks"]["bigbench_operators"]["answers"] == 14 * 3
 
-    assert cli.main([*words, "--loops", "each"]) == 0
+    assert cli.main([*arguments, "--loops", "each"]) == 0
     shown = capsys.readouterr().out
     assert all(f"{letter}, T={t}" in shown for letter in "AB" for t in (1, 4))
     assert "T=2" not in shown
@@ -240,10 +240,10 @@ def test_the_command_agrees_with_the_results(
     assert "nats per byte" in shown
 
 
-def test_what_only_one_has_is_told(checkpoint, task_folder, tmp_path, capsys):
-    for name, words in (("a", ["lambada,wikitext"]), ("b", ["lambada", "--limit", "4"])):
+def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys):
+    for name, arguments in (("a", ["lambada,wikitext"]), ("b", ["lambada", "--limit", "4"])):
         out = ["--out", str(tmp_path / name), "--eval-data", str(task_folder), "--loops", "1"]
-        assert cli.main(["eval", str(checkpoint), *out, "--suite", *words]) == 0
+        assert cli.main(["eval", str(checkpoint), *out, "--suite", *arguments]) == 0
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     shown = capsys.readouterr().out

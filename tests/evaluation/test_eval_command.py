@@ -26,8 +26,10 @@ from parcae.files import FileError
 TASKS = {"copa", "winograd", "bigbench_operators", "lambada_openai"}
 
 
-def evaluate(checkpoint: Path, tasks: Path, out: Path, *words: str) -> dict:
-    code = cli.main(["eval", str(checkpoint), "--eval-data", str(tasks), "--out", str(out), *words])
+def evaluate(checkpoint: Path, tasks: Path, out: Path, *arguments: str) -> dict:
+    code = cli.main(
+        ["eval", str(checkpoint), "--eval-data", str(tasks), "--out", str(out), *arguments]
+    )
     assert code == 0
     return json.loads((out / "result.json").read_text())
 
@@ -52,9 +54,9 @@ def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tm
     wikitext = result["suites"]["wikitext"]["by_loops"]["2"]
     assert wikitext["byte_perplexity"] == pytest.approx(2 ** wikitext["bits_per_byte"])
     assert (tmp_path / "scores.png").stat().st_size > 1000
-    told = capsys.readouterr().out
-    assert "CORE, 4 of 22 tasks" in told
-    assert "missing" in told
+    message = capsys.readouterr().out
+    assert "CORE, 4 of 22 tasks" in message
+    assert "missing" in message
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert {row["task"] for row in rows} == TASKS | {"lambada", "wikitext"}
     shots = [row for row in rows if row["task"] == "bigbench_operators"]
@@ -63,9 +65,9 @@ def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tm
 
 
 def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder, tmp_path):
-    words = ("--suite", "core", "--loops", "2")
-    whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *words)
-    some = evaluate(checkpoint, task_folder, tmp_path / "some", *words, "--limit", "5")
+    arguments = ("--suite", "core", "--loops", "2")
+    whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
+    some = evaluate(checkpoint, task_folder, tmp_path / "some", *arguments, "--limit", "5")
     assert whole["limit"] is None
     assert some["limit"] == 5
     assert some["suites"]["core"]["tasks"]["copa"]["scored"] == 5
@@ -82,24 +84,24 @@ def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder
 
 
 def test_the_other_baselines_are_named(checkpoint, task_folder, tmp_path):
-    words = ("--suite", "core-extended", "--limit", "4", "--baselines", "dclm", "--loops", "1")
-    result = evaluate(checkpoint, task_folder, tmp_path, *words)
+    arguments = ("--suite", "core-extended", "--limit", "4", "--baselines", "dclm", "--loops", "1")
+    result = evaluate(checkpoint, task_folder, tmp_path, *arguments)
     extended = result["suites"]["core-extended"]
     assert extended["baselines"] == "dclm"
     assert extended["tasks_wanted"] == 46
 
 
 @pytest.mark.slow
-def test_going_on_gives_what_one_run_gives(checkpoint, task_folder, tmp_path, scorer):
-    """Half of the lines, the last one torn: the second start computes the rest."""
-    words = ("--suite", "core", "lambada", "--loops", "1,2")
-    whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *words)
+def test_a_resumed_evaluation_equals_an_uninterrupted_one(checkpoint, task_folder, tmp_path):
+    """Half of the lines, the last one incomplete: the second start computes the rest."""
+    arguments = ("--suite", "core", "lambada", "--loops", "1,2")
+    whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
     shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     torn = tmp_path / "torn/samples.jsonl"
     lines = torn.read_text().splitlines(keepends=True)
     torn.write_text("".join(lines[: len(lines) // 2]) + lines[-1][:20])
     (tmp_path / "torn/result.json").unlink()
-    again = evaluate(checkpoint, task_folder, tmp_path / "torn", *words)
+    again = evaluate(checkpoint, task_folder, tmp_path / "torn", *arguments)
     assert again["suites"] == whole["suites"]
     assert torn.read_bytes() == (tmp_path / "whole/samples.jsonl").read_bytes()
 
@@ -107,9 +109,9 @@ def test_going_on_gives_what_one_run_gives(checkpoint, task_folder, tmp_path, sc
 @pytest.mark.slow
 def test_killed_evaluations_resume(checkpoint, task_folder, tmp_path):
     """In processes of its own each time: the number of threads decides the last bits."""
-    words = ["--suite", "core", "lambada", "--loops", "1,2", "--batch-tokens", "40"]
+    arguments = ["--suite", "core", "lambada", "--loops", "1,2", "--batch-tokens", "40"]
     command = [sys.executable, "-m", "parcae", "eval", str(checkpoint), "--eval-data"]
-    command += [str(task_folder), *words, "--out"]
+    command += [str(task_folder), *arguments, "--out"]
 
     def start(folder: str) -> subprocess.Popen:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -140,17 +142,17 @@ def test_killed_evaluations_resume(checkpoint, task_folder, tmp_path):
 
 
 def test_results_of_another_model_or_depth_are_not_mixed(checkpoint, task_folder, tmp_path, capsys):
-    words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    words += ["--suite", "lambada"]
-    assert cli.main([*words, "--loops", "1"]) == 0
-    assert cli.main([*words, "--loops", "2"]) == 2
+    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    arguments += ["--suite", "lambada"]
+    assert cli.main([*arguments, "--loops", "1"]) == 0
+    assert cli.main([*arguments, "--loops", "2"]) == 2
     assert "other loops" in capsys.readouterr().err
-    assert cli.main([*words, "--loops", "1", "--state", "like-init"]) == 2
+    assert cli.main([*arguments, "--loops", "1", "--state", "like-init"]) == 2
     assert "other model, state" in capsys.readouterr().err
-    assert cli.main([*words, "--loops", "2", "--again"]) == 0
+    assert cli.main([*arguments, "--loops", "2", "--again"]) == 0
 
 
-def test_a_changed_task_file_is_scored_anew(scorer, tmp_path):
+def test_a_changed_task_file_is_scored_again(scorer, tmp_path):
     passages = [("the cat", "sat"), ("one dog", "run")]
     path = tmp_path / "data.jsonl"
     path.write_text("first")
@@ -172,8 +174,8 @@ def test_a_file_and_its_gz_are_the_same_data(tmp_path):
 
 
 def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, monkeypatch):
-    words = ("--suite", "core", "--loops", "1", "--limit", "4")
-    plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *words)
+    arguments = ("--suite", "core", "--loops", "1", "--limit", "4")
+    plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *arguments)
     found = plain["suites"]["core"]["tasks"]["bigbench_operators"]
     assert "share_unaligned" not in found
     encode = LoopedScorer.encode
@@ -184,7 +186,7 @@ def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, 
         return [tokens[0], len(tokens) % 7, *tokens[2:]]
 
     monkeypatch.setattr(LoopedScorer, "encode", joining)
-    joined = evaluate(checkpoint, task_folder, tmp_path / "joined", *words)
+    joined = evaluate(checkpoint, task_folder, tmp_path / "joined", *arguments)
     found = joined["suites"]["core"]["tasks"]["bigbench_operators"]
     assert 0 < found["share_unaligned"] <= 1
 
@@ -224,7 +226,7 @@ def test_empty_and_truncated_files(content, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["--suite", "cores"], "Did you mean core"),
         (["--suite", "core"], "--eval-data"),
@@ -240,18 +242,18 @@ def test_empty_and_truncated_files(content, tmp_path):
         (["--suite", "val", "--context", "1"], "context: 1 is too few"),
     ],
 )
-def test_wrong_words_are_told(words, told, checkpoint, task_folder, tmp_path, capsys):
-    if "lambada" in words:
-        words = [*words, "--eval-data", str(task_folder)]
-    assert cli.main(["eval", str(checkpoint), "--out", str(tmp_path), *words]) == 2
-    assert told in capsys.readouterr().err
+def test_errors_in_arguments(arguments, message, checkpoint, task_folder, tmp_path, capsys):
+    if "lambada" in arguments:
+        arguments = [*arguments, "--eval-data", str(task_folder)]
+    assert cli.main(["eval", str(checkpoint), "--out", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_held_out_texts_of_a_file(checkpoint, tmp_path):
     texts = tmp_path / "held.jsonl"
     texts.write_text('{"text": "the cat sat on a mat"}\n{"text": "one dog run far"}\n')
-    words = ["eval", str(checkpoint), "--val-data", str(texts), "--out", str(tmp_path / "out")]
-    assert cli.main([*words, "--loops", "1,4"]) == 0
+    arguments = ["eval", str(checkpoint), "--val-data", str(texts), "--out", str(tmp_path / "out")]
+    assert cli.main([*arguments, "--loops", "1,4"]) == 0
     result = json.loads((tmp_path / "out/result.json").read_text())
     found = result["suites"]["val"]["by_loops"]
     assert found["1"]["bits_per_byte"] > 0

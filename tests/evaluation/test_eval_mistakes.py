@@ -1,4 +1,4 @@
-"""What can go wrong with data, models and disks is told in one line that says what to do."""
+"""Errors of data, models and disks are one line that says what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_with_fewer_questions_than_examples_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["multiple_choice", "schema"])
-def test_half_a_character_among_the_choices_is_named(kind, tmp_path):
+def test_half_of_a_surrogate_pair_is_an_error(kind, tmp_path):
     path = tmp_path / "task.jsonl"
     field = "choices" if kind == "multiple_choice" else "context_options"
     row = {"query": "a", "continuation": "a", field: ["b", "\ud800"], "gold": 0}
@@ -51,32 +51,32 @@ def test_damaged_wikitext(tmp_path):
         read_wikitext(path)
 
 
-def test_texts_without_text(checkpoint, tmp_path, capsys):
+def test_a_file_without_text(checkpoint, tmp_path, capsys):
     path = tmp_path / "held.jsonl"
     path.write_text('{"text": ""}\n')
-    words = ["eval", str(checkpoint), "--val-data", str(path), "--out", str(tmp_path / "out")]
-    assert cli.main(words) == 2
+    arguments = ["eval", str(checkpoint), "--val-data", str(path), "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 2
     assert "contains no text" in capsys.readouterr().err
 
 
-def test_a_diverged_model_is_told_with_its_depth(checkpoint, task_folder, tmp_path, capsys):
+def test_a_diverged_model_is_reported_with_its_loops(checkpoint, task_folder, tmp_path, capsys):
     model = load(checkpoint)
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
     save(model, tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
-    words = ["eval", str(tmp_path / "model"), "--suite", "lambada", "--loops", "2,3"]
-    assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 2
+    arguments = ["eval", str(tmp_path / "model"), "--suite", "lambada", "--loops", "2,3"]
+    assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 2
     assert "at 2 loops, logits: not a number" in capsys.readouterr().err
 
 
-def test_a_depth_at_which_a_model_diverges_is_lost_alone(
+def test_divergence_at_one_depth_keeps_the_others(
     checkpoint, task_folder, tmp_path, monkeypatch, capsys
 ):
     def evaluate(loops: str, out: Path) -> dict:
-        words = ["eval", str(checkpoint), "--suite", "core,zero-shot,lambada", "--limit", "3"]
-        words += ["--eval-data", str(task_folder), "--loops", loops, "--out", str(out)]
-        assert cli.main(words) == 0
+        arguments = ["eval", str(checkpoint), "--suite", "core,zero-shot,lambada", "--limit", "3"]
+        arguments += ["--eval-data", str(task_folder), "--loops", loops, "--out", str(out)]
+        assert cli.main(arguments) == 0
         return json.loads((out / "result.json").read_text())["suites"]
 
     sound = evaluate("2", tmp_path / "sound")
@@ -101,37 +101,35 @@ def test_a_depth_at_which_a_model_diverges_is_lost_alone(
     assert "a model diverged at this number" in capsys.readouterr().err
 
 
-def test_a_token_that_cannot_be_said_is_told():
+def test_a_target_with_probability_zero_is_an_error():
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
     with pytest.raises(BrokenLogits, match="minus infinity"):
         read_predictions(lambda x: x, logits, torch.tensor([2]), 3)
 
 
 def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
-    words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    assert cli.main([*words, "--suite", ","]) == 2
+    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--suite", ","]) == 2
     assert "suite: none is given" in capsys.readouterr().err
     twice = ["--suite", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
-    assert cli.main([*words, *twice]) == 0
+    assert cli.main([*arguments, *twice]) == 0
     core = json.loads((tmp_path / "result.json").read_text())["suites"]["core"]
     assert core["seeds"] == [7]
     assert core["by_loops"]["1"]["deviation"] is None
 
 
-def test_starting_again_leaves_no_result_of_another_evaluation(
-    checkpoint, task_folder, tmp_path, monkeypatch
-):
-    words = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    words += ["--suite", "lambada", "--loops", "1,2"]
-    assert cli.main(words) == 0
+def test_again_drops_earlier_results(checkpoint, task_folder, tmp_path, monkeypatch):
+    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    arguments += ["--suite", "lambada", "--loops", "1,2"]
+    assert cli.main(arguments) == 0
     assert (tmp_path / "scores.png").exists()
     monkeypatch.setattr(LoopedScorer, "score", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert cli.main([*words, "--again"]) == 130
+    assert cli.main([*arguments, "--again"]) == 130
     assert not (tmp_path / "result.json").exists()
     assert not (tmp_path / "scores.png").exists()
 
 
-def test_a_full_disk_says_what_was_kept(scorer, task_folder, tmp_path, monkeypatch):
+def test_a_full_disk(scorer, task_folder, tmp_path, monkeypatch):
     samples = Samples(tmp_path, {"model": "m"})
 
     def full(*_, **__):
@@ -152,7 +150,7 @@ def test_answers_of_equal_tokens_share_the_credit_exactly(scorer):
     assert torch.equal(first.nats, third.nats)
 
 
-def test_published_scores_are_centred_like_ours(shared_data: Path):
+def test_published_scores_are_centred_by_the_same_baselines(shared_data: Path):
     folder = shared_data / "data"
     theirs, anew = published_scores(folder), published_scores(folder, "dclm")
     assert list(theirs) == ["GPT-2", "GPT-2 medium", "GPT-2 large", "GPT-2 XL"]
@@ -164,7 +162,7 @@ def test_published_scores_are_centred_like_ours(shared_data: Path):
         assert anew[name]["CORE"] < theirs[name]["CORE"]
 
 
-def test_unreadable_published_scores_are_left_out(tmp_path):
+def test_unreadable_published_scores_are_omitted(tmp_path):
     path = tmp_path / "openai-community-gpt2.csv"
     path.write_bytes(b"Task,Accuracy,Centered\n\xff\xfe,x\nCORE,,0.25\n")
     assert published_scores(tmp_path) == {"GPT-2": {"CORE": 0.25}}
@@ -177,14 +175,14 @@ def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatc
     assert "runs/smok: no such folder" in capsys.readouterr().err
 
 
-def test_an_evaluation_without_items_binds_nobody(checkpoint, task_folder, tmp_path):
+def test_settings_without_samples_can_change(checkpoint, task_folder, tmp_path):
     """A folder with settings but without samples can be used at other numbers of loops."""
     Samples(tmp_path, {"loops": [1, 2, 4]})
-    words = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
-    assert cli.main([*words, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
+    arguments = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
+    assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
 
 
-def test_published_scores_give_way_on_a_narrow_terminal(monkeypatch):
+def test_a_narrow_terminal_has_fewer_published_scores(monkeypatch):
     core = {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0, "tasks_wanted": 1}
     core |= {"tasks": {"copa": None}, "by_loops": {"1": None}}
     result = EvaluationResult("model", True, (1,), "zero", 64, None, None, {"core": core}, 0.0)

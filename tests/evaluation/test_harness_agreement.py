@@ -1,4 +1,4 @@
-"""Log-likelihoods against lm-evaluation-harness's own encoding and cutting, whoever's model."""
+"""Log-likelihoods against lm-evaluation-harness's own encoding and cutting, for any model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def assert_alike(scorer: Scorer, theirs: Theirs) -> None:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory):
+def arguments(tmp_path_factory):
     """Of letters, but an n takes the space after it: a token can reach beyond a context's end."""
     tokenizers = pytest.importorskip("tokenizers")
     pieces = ["<|bos|>", "<|eos|>", *" \nacdefghilmnorstuw", "n "]
@@ -87,9 +87,9 @@ def words(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("puts_bos", [False, True], ids=["like gpt2", "like llama"])
-def test_models_of_others_begin_as_their_tokenizer_does(puts_bos, words: Path):
+def test_transformers_models_start_with_the_prefix_of_their_tokenizer(puts_bos, arguments: Path):
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(words), bos_token="<|bos|>", eos_token="<|eos|>"
+        tokenizer_file=str(arguments), bos_token="<|bos|>", eos_token="<|eos|>"
     )
     if puts_bos:
         processors = pytest.importorskip("tokenizers").processors
@@ -105,7 +105,7 @@ def test_models_of_others_begin_as_their_tokenizer_does(puts_bos, words: Path):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     scorer = HFScorer(model, tokenizer)
-    assert scorer.opening == ((0,) if puts_bos else ())
+    assert scorer.prefix == ((0,) if puts_bos else ())
     spanning = scorer.encode("the cat sat on a mat")
     parts = scorer.encode("the cat sat on")
     assert spanning[: len(parts)] != parts  # the case that is easily got wrong
@@ -116,7 +116,7 @@ def test_models_of_others_begin_as_their_tokenizer_does(puts_bos, words: Path):
     assert_alike(scorer, Theirs(tokenise, lambda ids: model(ids).logits, 0, 32))
 
 
-def test_models_of_ours_begin_with_bos(scorer, small_model):
+def test_parcae_models_start_with_bos(scorer, small_model):
     def tokenise(text: str, special: bool) -> list[int]:
         return [scorer.bos] * special + scorer.encode(text)
 
@@ -126,12 +126,12 @@ def test_models_of_ours_begin_with_bos(scorer, small_model):
     assert_alike(scorer, Theirs(tokenise, predict, scorer.bos, scorer.context_length))
 
 
-def test_a_text_that_nothing_comes_before_is_told(scorer):
+def test_a_text_without_a_token_before_it_is_an_error(scorer):
     with pytest.raises(ConfigError, match="no token with another one before it"):
         continuations("", [""], scorer)
 
 
-def test_a_line_that_ends_before_the_last_word_counts(tmp_path):
+def test_a_line_break_before_the_last_word_counts(tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"context": "saw the", "continuation": "\\n\\nrecorder"}\n')
     assert read_passages(path) == [("saw the", "\n\nrecorder")]

@@ -36,7 +36,7 @@ def held_out(run, out, *words) -> dict:
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_as_it_validates(run, tmp_path):
+def test_a_run_has_the_loss_of_its_validation(run, tmp_path):
     told = json.loads((run / "result.json").read_text())["validation"]
     found = held_out(run, tmp_path, "--loops", ",".join(told))
     assert found["rows"] == 4
@@ -45,13 +45,13 @@ def test_a_run_is_measured_as_it_validates(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_are_those_that_were_read(run, tmp_path):
+def test_the_number_of_rows_is_that_read(run, tmp_path):
     """Not those that were asked for, of which there may be fewer."""
     assert held_out(run, tmp_path / "one", "--limit", "1")["rows"] == 1
     assert 4 < held_out(run, tmp_path / "all", "--limit", "100000")["rows"] < 1000
 
 
-def test_a_drawn_state_is_drawn_here_too(run, tmp_path):
+def test_the_initial_state_can_be_drawn(run, tmp_path):
     zero = held_out(run, tmp_path / "zero", "--loops", "1")
     drawn = held_out(run, tmp_path / "drawn", "--loops", "1", "--state", "like-init")
     again = held_out(run, tmp_path / "again", "--loops", "1", "--state", "like-init")

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's library in the same table."""
+"""Models of the transformers library as scorers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(request, small_tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_sequence_as_alone(folder: Path):
+def test_batches_equal_each_sequence_alone(folder: Path):
     scorer = HFScorer.open(str(folder), batch_tokens=70)
     assert scorer.context_length == 48
     prompts = [
@@ -67,16 +67,16 @@ def test_every_sequence_as_alone(folder: Path):
 
 
 @pytest.mark.slow
-def test_in_the_same_table(folder: Path, task_folder: Path, tmp_path: Path):
+def test_a_transformers_model_is_evaluated(folder: Path, task_folder: Path, tmp_path: Path):
     assert is_transformers_model(folder)
-    words = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
-    assert cli.main([*words, "--out", str(tmp_path)]) == 0
+    arguments = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
+    assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert not result["looped"]
     assert result["suites"]["core"]["tasks_scored"] == 4
 
 
-def test_a_name_that_cannot_be_had(tmp_path, monkeypatch, capsys):
+def test_a_name_that_cannot_be_opened(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["eval", "nobody/nothing", "--out", str(tmp_path)]) == 2
     assert "nobody/nothing" in capsys.readouterr().err
@@ -89,14 +89,14 @@ def test_loops_are_refused_without_a_loop(folder: Path):
         open_scorer(folder, [8])
 
 
-def test_options_of_our_models_are_refused(folder: Path, tmp_path: Path, capsys):
-    for words in (["--state", "like-init"], ["--tokenizer", "x.json"], ["--best"]):
-        assert cli.main(["eval", str(folder), "--out", str(tmp_path), *words]) == 2
-        assert words[0].strip("-") in capsys.readouterr().err
+def test_options_of_parcae_models_are_refused(folder: Path, tmp_path: Path, capsys):
+    for arguments in (["--state", "like-init"], ["--tokenizer", "x.json"], ["--best"]):
+        assert cli.main(["eval", str(folder), "--out", str(tmp_path), *arguments]) == 2
+        assert arguments[0].strip("-") in capsys.readouterr().err
 
 
 def test_another_tokenizer_is_another_model(folder: Path):
-    """With other merges the same weights read other tokens."""
+    """With other merges, the same weights read other tokens."""
     scorer = HFScorer.open(str(folder))
     before = tokenizer_fingerprint(scorer.tokenizer)
     assert before == tokenizer_fingerprint(HFScorer.open(str(folder)).tokenizer)
@@ -107,7 +107,7 @@ def test_another_tokenizer_is_another_model(folder: Path):
     assert before != tokenizer_fingerprint(scorer.tokenizer)
 
 
-def test_a_model_that_reads_both_ways_is_refused(small_tokenizer):
+def test_a_bidirectional_model_is_refused(small_tokenizer):
     config = transformers.BertConfig(
         vocab_size=small_tokenizer.vocab_size,
         hidden_size=32,
@@ -130,7 +130,7 @@ def test_a_model_that_reads_both_ways_is_refused(small_tokenizer):
                 HFScorer(model, tokenizer)
 
 
-def test_a_context_can_be_given_where_the_model_names_none(folder: Path):
+def test_a_context_for_a_model_that_states_none(folder: Path):
     scorer = HFScorer.open(str(folder))
     silent = SimpleNamespace(
         config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
@@ -142,15 +142,15 @@ def test_a_context_can_be_given_where_the_model_names_none(folder: Path):
     assert open_scorer(folder, context=24).context_length == 24
 
 
-def test_a_broken_folder_is_told_in_one_line(folder: Path, tmp_path: Path, capsys):
+def test_a_broken_folder_gives_one_line(folder: Path, tmp_path: Path, capsys):
     shutil.copytree(folder, tmp_path / "broken")
     (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")
     assert cli.main(["eval", str(tmp_path / "broken"), "--out", str(tmp_path)]) == 2
     assert "that transformers can open" in capsys.readouterr().err
 
 
-def test_logits_of_one_pass_at_a_time_are_held(folder: Path, monkeypatch):
-    """A vocabulary is large: what one pass made is gone before the next begins."""
+def test_logits_of_one_pass_are_in_memory(folder: Path, monkeypatch):
+    """The logits of a pass are released before the next one."""
     scorer = HFScorer.open(str(folder), batch_tokens=8)
     made = []
     inner = scorer._logits

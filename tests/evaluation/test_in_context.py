@@ -1,4 +1,4 @@
-"""Draws, prompts, spans, losses and verdicts against the reference release and the plain way."""
+"""Draws, prompts, spans, losses and answers against the reference release and an oracle."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_table_is_the_papers():
 
 
 def test_published_scores_are_centred_by_the_default_baselines(shared_data: Path):
-    """Accuracy and centred score of GPT-2 stand side by side in its file."""
+    """The file has the accuracy and the centred score of GPT-2."""
     path = shared_data / "data/core_eval/meta/openai-community-gpt2.csv"
     known = {task.name: task for task in core_extended()}
     seen = 0
@@ -108,7 +108,7 @@ def test_draws_prompts_and_spans_are_the_releases(shared_data, expected, tokeniz
     assert any(want["untruncated_lengths"][0] > 1024 for want in expected)
 
 
-def test_losses_and_verdicts_are_the_releases(shared_data, expected, model, tokenizer):
+def test_losses_and_answers_are_the_releases(shared_data, expected, model, tokenizer):
     scorer = LoopedScorer(model, tokenizer, [4])
     jobs = [InContext(questions(want["task"], shared_data), want["seed"]) for want in expected]
     prompts = [job.prompt(w["index"], scorer) for job, w in zip(jobs, expected, strict=True)]
@@ -151,12 +151,12 @@ def test_every_task_as_one_at_a_time_without_cache(name, shared_data, model, tok
             assert record["credit"][place] == float(want.correct)
 
 
-def said(nats: float) -> Answer:
+def stderr(nats: float) -> Answer:
     return Answer(torch.tensor([[nats]]).double(), torch.zeros(1, 1), torch.ones(1))
 
 
-GUESSES = [said(0.001 * number) for number in range(1000)]
-"""What a task is worth to who knows nothing is found with any of these."""
+GUESSES = [stderr(0.001 * number) for number in range(1000)]
+"""Any of these tasks shows the accuracy of guessing."""
 
 
 CHOICES = [task.name for task in core_extended() if task.kind != "language_modeling"]
@@ -164,7 +164,7 @@ CHOICES = [task.name for task in core_extended() if task.kind != "language_model
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOICES)
-def test_random_scores_come_to_uniform_chance(name, shared_data):
+def test_random_scores_have_uniform_chance(name, shared_data):
     asked, dice = questions(name, shared_data), random.Random(5)
     job, empty = InContext(asked, SEEDS[0]), Prompt((), (), ())
 
@@ -188,7 +188,7 @@ def test_equal_scores_share_the_credit():
     assert credit([1.0, 1.0 + 1e-7, 1.0], 2) == pytest.approx(1 / 3)
 
 
-def test_examples_never_hold_the_question_itself():
+def test_examples_never_include_the_question_itself():
     for index in range(20):
         drawn = draw_examples(20, index, 19, 1234)
         assert sorted(drawn) == [other for other in range(20) if other != index]
@@ -216,7 +216,7 @@ def test_an_answer_that_begins_another_still_has_a_token_to_score():
     assert equal.spans == (Span(2, 3), Span(2, 3))
 
 
-def test_an_answer_that_does_not_begin_a_token_is_told():
+def test_an_answer_that_does_not_begin_a_token_is_marked():
     """The release stops there; here the token that spans both is scored, and counted."""
     texts = [b"q", b"qab"]
     assert tokenised("language_modeling", texts, list, 0, 100).is_aligned  # type: ignore

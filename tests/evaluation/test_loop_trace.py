@@ -23,7 +23,7 @@ TOKENS = [5, 17, 80, 80, 3, 60, 9]
 TEXT = "price = $x_1$ [bold] 日\n\tend      of"
 TOKENIZER = Tokenizer.train(["price = value\n\tend      of price\n" * 5], 300)
 LABELS = (">price<", ">[<", ">$<", ">␣×5<", ">→end<")
-"""How tokens are drawn: neither as formulas nor as markup, and with white space that shows."""
+"""Labels of tokens: neither formulas nor markup, and with visible white space."""
 
 
 @pytest.fixture(scope="module")
@@ -60,18 +60,18 @@ def test_each_row_is_a_forward_at_that_depth(kind):
     assert torch.equal(trace.change[0], torch.ones(6))
 
 
-def test_loops_left_out_are_the_mean_in_training(model):
+def test_loops_default_to_the_mean_in_training(model):
     assert trace_loops(model, TOKENS).loops == 4
 
 
-def test_settled_is_when_the_last_prediction_came_to_stay():
+def test_settled_is_when_the_prediction_no_longer_changes():
     predicted = torch.tensor([[1, 1, 1, 4], [1, 2, 3, 3], [1, 1, 3, 4], [1, 1, 3, 5]])
     nothing = torch.zeros(4, 4)
     trace = LoopTrace(torch.zeros(4), nothing, nothing, predicted)
     assert trace.settled.tolist() == [1, 3, 2, 4]
 
 
-def test_what_cannot_be_followed_is_refused(model):
+def test_what_cannot_be_traced_is_refused(model):
     with pytest.raises(ConfigError, match="the first one is not predicted"):
         trace_loops(model, [5])
     with pytest.raises(ConfigError, match="must be >= 1"):
@@ -87,7 +87,7 @@ def test_what_cannot_be_followed_is_refused(model):
         trace_loops(randomised(plain), TOKENS)
 
 
-def test_a_model_that_predicts_nothing_is_named():
+def test_a_model_without_predictions_is_named():
     broken = randomised(tiny())
     with torch.no_grad():
         broken.embed.weight.fill_(torch.nan)
@@ -96,10 +96,10 @@ def test_a_model_that_predicts_nothing_is_named():
 
 
 @pytest.mark.slow
-def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
+def test_the_command_prints_what_was_measured(capsys, folder, model, tmp_path):
     picture = tmp_path / "deep" / "map.svg"
-    words = ["depth", str(folder), "--loops", "5", "--out", str(picture), TEXT]
-    assert main([*words, "--json"]) == 0
+    arguments = ["depth", str(folder), "--loops", "5", "--out", str(picture), TEXT]
+    assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     ids = TOKENIZER.encode(TEXT)
     trace = trace_loops(model, [TOKENIZER.bos, *ids], loops=5)
@@ -112,8 +112,8 @@ def test_the_command_tells_what_was_measured(capsys, folder, model, tmp_path):
         assert one["predicted"] == trace.predicted[:, place].tolist()
         assert one["settled"] == trace.settled[place]
     drawn = picture.read_text()
-    for words in ("Loss of each token", "How far each loop", *LABELS):
-        assert words in drawn
+    for text in ("Loss of each token", "Relative change of the state", *LABELS):
+        assert text in drawn
 
 
 @pytest.mark.slow
@@ -133,8 +133,8 @@ def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tm
 
 
 @pytest.mark.slow
-def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
-    """Of a model that is no run's, in out/: its folder is left as it is."""
+def test_the_figure_is_written_into_the_run(capsys, folder, tmp_path, monkeypatch):
+    """For a model that is not part of a run, into out/."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "runs/mine/checkpoints/step-00000001")
     for source, place in {
@@ -154,17 +154,17 @@ def test_the_picture_lies_beside_the_run(capsys, folder, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
-    words = ["depth", str(folder), "price " * 50, "--json", "--out", str(tmp_path / "map.svg")]
+    arguments = ["depth", str(folder), "price " * 50, "--json", "--out", str(tmp_path / "map.svg")]
     whole = len(TOKENIZER.encode("price " * 50))
     for more, kept in ((["--tokens", "7"], 7), ([], 32)):  # the context holds 32
-        assert main([*words, *more]) == 0
+        assert main([*arguments, *more]) == 0
         captured = capsys.readouterr()
         assert len(json.loads(captured.out)["tokens"]) == kept
-        assert f"The first {kept} of {whole} tokens" in captured.err
+        assert f"Used the first {kept} of {whole} tokens" in captured.err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["", "--loops", "3"], "text: it is empty"),
         (["price", "--loops", "0"], "--loops: 0 is out of range"),
@@ -174,11 +174,11 @@ def test_a_long_text_is_cut_with_a_note(capsys, folder, tmp_path):
         (["@nowhere.txt"], "no such file"),
     ],
 )
-def test_mistakes(capsys, folder, words, message):
-    assert main(["depth", str(folder), *words]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert message in said
+def test_mistakes(capsys, folder, arguments, message):
+    assert main(["depth", str(folder), *arguments]) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1
+    assert message in stderr
 
 
 def test_shown_depths():

@@ -91,7 +91,7 @@ def test_totals_at_different_depths_do_not_add():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_leaves_mode_and_gradients_alone(training):
+def test_mode_and_gradients_are_unchanged(training):
     model = randomised(KINDS["parcae"]).train(training)
     losses_by_depth(model, batches(1), (1, 2))
     assert model.training is training

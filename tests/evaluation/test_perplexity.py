@@ -36,7 +36,7 @@ def test_windows_are_the_harness_ones(count, context):
 
 
 @pytest.mark.slow
-def test_wikitext_is_cut_and_written_as_in_the_harness(shared_data: Path):
+def test_wikitext_is_split_and_detokenised_as_in_the_harness(shared_data: Path):
     from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 
     found = read_wikitext(shared_data / "data/corpora/wikitext2_raw/wiki.test.raw.gz")
@@ -45,7 +45,7 @@ def test_wikitext_is_cut_and_written_as_in_the_harness(shared_data: Path):
         assert detokenise(article) == wikitext_detokenizer({"page": article})
 
 
-def test_subtitles_begin_no_article():
+def test_subtitles_do_not_start_an_article():
     text = " \n = A = \n one \n = = B = = \n two \n = C = \n three"
     assert [part.split()[1] for part in split_articles(text)] == ["A", "C"]
 
@@ -61,7 +61,7 @@ def adapter(checkpoint):
     return ParcaeLM(str(checkpoint), loops=2, batch_tokens=128)
 
 
-def test_loglikelihoods_do_not_depend_on_who_shares_the_batch(adapter):
+def test_loglikelihoods_do_not_depend_on_the_batch(adapter):
     requests = ask(
         ("the cat", " sat on"),
         ("the cat", " run"),
@@ -104,7 +104,7 @@ def test_generated_text_ends_before_its_stop(adapter):
 
 
 def test_a_continuation_that_does_not_fit_is_refused(adapter, scorer, capsys):
-    """As by the harness, whose result would be that of a part; a context is cut, and that told."""
+    """A context is cut with a warning, as in the harness."""
     text = " rain" * 200
     tokens = scorer.encode(text)
     whole, fits = scorer.tokenizer.decode(tokens[:65]), scorer.tokenizer.decode(tokens[:64])
@@ -118,7 +118,7 @@ def test_a_continuation_that_does_not_fit_is_refused(adapter, scorer, capsys):
     assert "contexts" not in capsys.readouterr().err
 
 
-def test_repeated_samples_differ_and_can_be_had_again(adapter):
+def test_repeated_samples_differ_and_are_reproducible(adapter):
     """A task with `repeats` sends the same request several times."""
     options = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 1.0}
     requests = ask(*[("the cat", options)] * 3, ("one dog", options))
@@ -128,7 +128,7 @@ def test_repeated_samples_differ_and_can_be_had_again(adapter):
     assert adapter.generate_until(requests[-1:]) == made[-1:]
 
 
-def test_tasks_have_several_names_for_how_much_may_be_said(adapter):
+def test_tasks_have_several_names_for_the_token_limit(adapter):
     asked = ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_gen_toks": 3, "max_tokens": 9})
     three = adapter.generate_until(ask(("the cat", {"until": [], "max_new_tokens": 3})))
     for options in asked:
@@ -137,7 +137,7 @@ def test_tasks_have_several_names_for_how_much_may_be_said(adapter):
         adapter.generate_until(ask(("the cat", {"until": [], "num_beams": 4})))
 
 
-def test_what_was_scored_before_a_kill_is_in_the_harness_cache(adapter, monkeypatch):
+def test_scores_before_a_kill_are_in_the_harness_cache(adapter, monkeypatch):
     kept = []
     hook = SimpleNamespace(add_partial=lambda *one: kept.append(one))
     monkeypatch.setattr(adapter, "cache_hook", hook)
@@ -167,7 +167,7 @@ def test_lambada_is_scored_after_bos(scorer, adapter):
 
 @pytest.mark.slow
 def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monkeypatch, capsys):
-    """Offline, through its own command, and to the same log-likelihoods."""
+    """Offline, through its own command, with the same log-likelihoods."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
@@ -196,7 +196,7 @@ def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monke
     code = cli.main(words.split())
     assert code == 0
     (results,) = (tmp_path / "out").rglob("results_*.json")
-    told = json.loads(results.read_text())["results"]
+    message = json.loads(results.read_text())["results"]
     (samples,) = (tmp_path / "out").rglob("samples_local_copa_*.jsonl")
     rows = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(rows) == 12
@@ -213,13 +213,13 @@ def test_the_harness_runs_on_local_data(checkpoint, task_folder, tmp_path, monke
         theirs = [float(response[0][0]) for response in row["resps"]]
         assert theirs == pytest.approx(logs, abs=1e-4)
         right += logs.index(max(logs)) == doc["gold"]
-    assert told["local_copa"]["acc,none"] == pytest.approx(right / 12)
-    assert math.isfinite(told["local_text"]["word_perplexity,none"])
-    assert _from_python(path, tmp_path) == told["local_copa"]["acc,none"]
+    assert message["local_copa"]["acc,none"] == pytest.approx(right / 12)
+    assert math.isfinite(message["local_text"]["word_perplexity,none"])
+    assert _from_python(path, tmp_path) == message["local_copa"]["acc,none"]
 
 
 def _from_python(path: str, tasks: Path) -> float:
-    """The harness checks its own models alike: by name, and as an object, they score the same."""
+    """By name and as an object, as the harness tests its own models."""
     import lm_eval
     from lm_eval.api.registry import get_model
     from lm_eval.tasks import TaskManager

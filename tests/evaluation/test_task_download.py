@@ -30,7 +30,7 @@ class SmallMirror(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.damage: set[str] = set()
         self.drop_after: list[int] = []
-        """Each transfer takes one number from here and breaks after so many bytes."""
+        """Each transfer takes one of these numbers and breaks after so many bytes."""
         self.requests: list[tuple[str, str | None]] = []
         self.headers_seen: set[str] = set()
 
@@ -75,7 +75,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallMirror]:
 
 @pytest.fixture
 def tasks(server: SmallMirror) -> tuple[Task, ...]:
-    """The table's names with contents of our own, and one without a checksum."""
+    """Tasks of the table with made-up contents, and one without a checksum."""
     chance = random.Random(2)
     made = []
     for task in tasks_named(["copa", "hellaswag", "hellaswag_zeroshot", "lambada_openai"]):
@@ -110,7 +110,7 @@ def test_the_token_of_the_hub_stays_with_the_hub(server, tasks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_broken_connection_and_a_killed_run_go_on(server, tasks, tmp_path):
+def test_a_broken_connection_and_a_killed_download_resume(server, tasks, tmp_path):
     class Killed(BaseException):
         pass
 
@@ -143,7 +143,7 @@ def test_a_damaged_file_never_gets_its_name(server, tasks, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_version_of_somebody_else_is_kept(server, tasks, tmp_path):
+def test_a_file_with_another_content_is_kept(server, tasks, tmp_path):
     own = tmp_path / tasks[1].file
     own.parent.mkdir(parents=True)
     own.write_text("my own version")
@@ -167,7 +167,7 @@ def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
         download_tasks(files, tmp_path, collection=server.address)
 
 
-def test_what_suites_want():
+def test_files_of_suites():
     core, extended = files_of("core"), files_of("core-extended")
     assert {file.path for file in core.files} < {file.path for file in extended.files}
     assert set(extended.omitted[download.NO_CHECKSUM]) == UNVERIFIABLE
@@ -183,18 +183,18 @@ def test_what_suites_want():
 @pytest.mark.slow
 def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(suites, "core", lambda: tasks)
-    words = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
-    assert cli.main(words) == 0
-    told = capsys.readouterr()
-    assert "core: 3 files downloaded and verified, 58.7 KiB." in told.out
-    assert "Not downloaded: squad (no known checksum" in told.out
-    assert f"--suite core --eval-data {tmp_path}" in told.out
-    assert f"{tasks[0].file}: 19.6 KiB" in told.err
+    arguments = ["data", "download", "core", "--out", str(tmp_path), "--mirror", server.address]
+    assert cli.main(arguments) == 0
+    message = capsys.readouterr()
+    assert "core: 3 files downloaded and verified, 58.7 KiB." in message.out
+    assert "Not downloaded: squad (no known checksum" in message.out
+    assert f"--suite core --eval-data {tmp_path}" in message.out
+    assert f"{tasks[0].file}: 19.6 KiB" in message.err
     assert here(tmp_path) == server.files
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["cor"], "Did you mean core"),
         (["core", "--first-files", "2"], "Omit them"),
@@ -202,13 +202,13 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
         (["someone/texts", "--mirror", "http://127.0.0.1"], "HF_ENDPOINT"),
     ],
 )
-def test_wrong_words(words, told, tmp_path, capsys):
-    assert cli.main(["data", "download", *words, "--out", str(tmp_path)]) == 2
-    assert told in capsys.readouterr().err
+def test_errors_in_arguments_of_download(arguments, message, tmp_path, capsys):
+    assert cli.main(["data", "download", *arguments, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_table_states_what_the_files_are(shared_data):
+def test_the_table_has_the_sizes_and_checksums_of_the_files(shared_data):
     """Every file with a checksum, uncompressed."""
     folder = shared_data / "data"
     seen = 0

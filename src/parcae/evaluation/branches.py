@@ -125,7 +125,7 @@ class Alike:
 
 
 class Branches:
-    """The attention of one pass over bundles; takes the place of the `Work` of decoding."""
+    """The attention of one pass over bundles; takes the place of the `Batch` of decoding."""
 
     def __init__(self, bundles: Sequence[Bundle], device: torch.device) -> None:
         self.ids = [token for bundle in bundles for token in bundle.ids]

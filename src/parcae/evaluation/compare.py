@@ -178,7 +178,7 @@ def _compare_answers(pairs: Mapping[Key, Pair], depth_a: int, depth_b: int) -> d
     questions: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for key, (of_a, of_b) in pairs.items():
         credits = _at(of_a.credit, depth_a), _at(of_b.credit, depth_b)
-        questions[key.data, key.index].append(credits)
+        questions[key.data, key.number].append(credits)
     means_a, means_b = (
         [mean([credits[side] for credits in seeds]) for seeds in questions.values()]
         for side in (0, 1)

@@ -170,8 +170,10 @@ def open_in_context_suite(
         questions = open_questions(task, folder)
         # without examples and with a fixed initial state, the seed changes nothing
         used = seeds if task.shots or scorer.draws_state else seeds[:1]
-        jobs = questions and [InContext(questions, seed, limit) for seed in used]
-        by_task.append((task, jobs or None))
+        if questions is None:
+            by_task.append((task, None))
+        else:
+            by_task.append((task, [InContext(questions, seed, limit) for seed in used]))
     return InContextSuite(by_task, seeds, baselines)
 
 

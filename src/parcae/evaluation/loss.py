@@ -171,12 +171,13 @@ class HeldOutRows:
         self.batches, self.bytes_of_token = batches, bytes_of_token
         self.rows: list[int] = []
         """Of each batch."""
+        self.positions = 0
         digest = hashlib.sha256()
         for batch in batches():
-            self.rows.append(len(batch.inputs))
+            rows, self.positions = batch.inputs.shape
+            self.rows.append(rows)
             for tokens in batch:
-                digest.update(tokens.to(torch.int64).contiguous().numpy())
-        self.positions = batch.inputs.shape[1] if self.rows else 0
+                digest.update(tokens.to(torch.int64).numpy().tobytes())
         self.fingerprint = digest.hexdigest()
 
     def __len__(self) -> int:

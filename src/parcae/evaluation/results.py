@@ -232,7 +232,7 @@ class Key(NamedTuple):
 
     data: str
     seed: int | None
-    index: int
+    number: int
     """Of the question, the document, or the batch of rows."""
 
 

@@ -153,17 +153,17 @@ class LoopedScorer:
         """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
         device = network.device
-        work: Any = Branches(batch.bundles, device)
+        tokens: Any = Branches(batch.bundles, device)
         scratch: Any = Scratch(network.layout)
         targets = torch.tensor(batch.targets, device=device)
         predictors = torch.tensor(batch.predictors, device=device)
-        drive = network.begin(work, scratch)
+        drive = network.begin(tokens, scratch)
         h = self._initial_state(batch, drive, seeds)
         predictions, done = [], 0
         for depth in self.depths:
-            h = network.loop(h, drive, work, scratch, range(done + 1, depth + 1))
+            h = network.loop(h, drive, tokens, scratch, range(done + 1, depth + 1))
             done = depth
-            x = network.read(h, work, scratch)[predictors]
+            x = network.read(h, tokens, scratch)[predictors]
             predictions.append(self._read(x, targets, depth))
         return predictions
 
