@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MEASURED_BY_THE_CLOCK = {"tokens_per_second", "peak_fraction", "seconds", "checkpoint", "file"}
+BY_THE_CLOCK = {"tokens_per_second", "peak_fraction", "seconds"}
+BY_THE_PATH = {"checkpoint", "file", "source", "seal"}
 SUITES = ("val", "wikitext", "lambada", "core", "zero-shot")
 
 
@@ -125,7 +126,7 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a tree of dictionaries and lists, with its path."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            if key not in MEASURED_BY_THE_CLOCK:
+            if key not in BY_THE_CLOCK | BY_THE_PATH:
                 yield from leaves(value, f"{path}/{key}")
     elif isinstance(tree, list):
         for index, value in enumerate(tree):
