@@ -3,13 +3,13 @@
     python benchmarks/fitting.py [--repetitions 5] [--draws 100] [--out result.json]
 
 All candidates minimise the same objective from the same starts in the same (standardised)
-coordinates, with the same tolerances; scipy is given a function written for one start at a time, as
-short as numpy allows. Candidates take turns. `--draws` then compares the best objective that
-successive halving finds with the best of all starts followed to the end, for that many draws of
-starts, dealt out over the data sets.
+coordinates, with the same tolerances; scipy gets a function for one start at a time, with as few
+numpy calls as possible. Candidates are interleaved. `--draws` then compares the best objective of
+successive halving with the best of all starts followed to convergence, for that many draws of
+starts, distributed over the data sets.
 
-Data sets: points made by the paper's coefficients on its grids (36 and 18 runs; 360 losses for the
-unified law), and the 240 published Chinchilla points where PARCAE_TEST_DATA names their folder.
+Data sets: points simulated from the paper's coefficients on its grids (36 and 18 runs; 360 losses
+for the unified law), and the 240 published Chinchilla points if PARCAE_TEST_DATA is their folder.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ STARTS = 500
 
 
 def data_sets() -> dict[str, tuple[Law, Points]]:
-    found: dict[str, tuple[Law, Points]] = {}
+    sets: dict[str, tuple[Law, Points]] = {}
     folder = os.environ.get("PARCAE_TEST_DATA")
     if folder:
-        found["Chinchilla, 240 points"] = (CHINCHILLA, chinchilla_points(Path(folder)))
+        sets["Chinchilla, 240 points"] = (CHINCHILLA, chinchilla_points(Path(folder)))
     table = paper_table()
     for model in ("parcae-140m", "parcae-370m"):
         runs = runs_of_model(table, model)
-        found[f"{model}, training"] = (TRAINING, runs.points.take(runs.training()))
+        sets[f"{model}, training"] = (TRAINING, runs.points.take(runs.training()))
     runs = runs_of_model(table, "parcae-140m")
-    found["parcae-140m, unified"] = (UNIFIED, runs.points.take(runs.fitted))
-    return found
+    sets["parcae-140m, unified"] = (UNIFIED, runs.points.take(runs.fitted))
+    return sets
 
 
 def chinchilla_points(folder: Path) -> Points:
@@ -63,7 +63,7 @@ def chinchilla_points(folder: Path) -> Points:
 
 
 def plain_function(problem: Objective) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
-    """The objective for one start, by hand: a floor and terms exp(a - exp(r) u)."""
+    """The objective of one start, written out: a floor and terms exp(a - exp(r) u)."""
     features = [term.feature for term in problem.bound.terms]
     logs, scale = problem.log_losses, problem.scale
 
@@ -110,7 +110,7 @@ def batched(problem: Objective, starts: np.ndarray, halving: bool) -> float:
 
 CANDIDATES: dict[str, Callable[[Objective, np.ndarray], float]] = {
     "scipy": scipy_loop,
-    "batched, all to the end": lambda problem, starts: batched(problem, starts, halving=False),
+    "batched, all to convergence": lambda problem, starts: batched(problem, starts, halving=False),
     "batched, halving": lambda problem, starts: batched(problem, starts, halving=True),
 }
 
@@ -137,7 +137,7 @@ def measure(law: Law, data: Points, repetitions: int) -> dict[str, dict[str, flo
 
 
 def compare_draws(sets: dict[str, tuple[Law, Points]], draws: int) -> tuple[int, float]:
-    """How often halving ended worse than all starts did, and by how much at most, relatively."""
+    """How often halving was worse than following all starts, and the largest relative excess."""
     worse, most = 0, -np.inf
     listed = list(sets.values())
     for draw in track(range(draws), "draws of starts", draws):
@@ -152,21 +152,23 @@ def compare_draws(sets: dict[str, tuple[Law, Points]], draws: int) -> tuple[int,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--draws", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--repetitions", type=int, default=5, help="of the timing (%(default)s)")
+    parser.add_argument(
+        "--draws", type=int, default=0, help="of starts, to compare halving (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file of the results (none)")
     arguments = parser.parse_args()
     sets = data_sets()
     result: dict[str, object] = {}
     print(f"{STARTS} starts; times as ratios: scipy / candidate")
     for title, (law, data) in sets.items() if arguments.repetitions else ():
-        found = measure(law, data, arguments.repetitions)
-        result[title] = found
-        print(f"\n{title}: scipy takes {found['scipy']['minimum']:.2f} s at best")
-        print(f"{'':26}{'by minima':>11}{'by medians':>12}{'objective':>16}")
-        for name, one in found.items():
-            ratios = [found["scipy"][key] / one[key] for key in ("minimum", "median")]
-            print(f"{name:26}{ratios[0]:10.1f}x{ratios[1]:11.1f}x{one['objective']:16.9g}")
+        times = measure(law, data, arguments.repetitions)
+        result[title] = times
+        print(f"\n{title}: scipy takes {times['scipy']['minimum']:.2f} s at best")
+        print(f"{'':30}{'by minima':>11}{'by medians':>12}{'objective':>16}")
+        for name, row in times.items():
+            ratios = [times["scipy"][key] / row[key] for key in ("minimum", "median")]
+            print(f"{name:30}{ratios[0]:10.1f}x{ratios[1]:11.1f}x{row['objective']:16.9g}")
     if arguments.draws:
         worse, most = compare_draws(sets, arguments.draws)
         result["halving"] = {"draws": arguments.draws, "worse": worse, "largest_excess": most}
