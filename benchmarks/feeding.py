@@ -1,10 +1,10 @@
-"""Tokens per second of the loader alone, against those that the 3M preset trains at, in turns.
+"""Speed of the loader alone compared with the training speed of the 3M preset, interleaved.
 
     python benchmarks/feeding.py [--rounds 5] [--no-compile] [--out feeding.json]
 
-A training step is forward, backward and a fused AdamW step on all cores, at the preset's own
-context and depths; the loader makes its batches on one core and in the calling thread, from a
-memory-mapped file, for documents of several median lengths.
+A training step is forward, backward and a fused AdamW step on all cores, with the preset's context
+and depths. The loader runs on one core in the calling thread and reads a memory-mapped file, for
+several median document lengths.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="write the results to this JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         loaders = {

@@ -1,12 +1,12 @@
-"""Best-fit packing against a scanned list, and how fast the loader alone makes batches.
+"""Speed of best-fit packing compared with a linear search, and of the loader alone.
 
     python benchmarks/packing.py [--out packing.json]
 
-Packing: ours against the plain list of documents that is scanned for every placement, on the same
-lengths, interleaved; the rows are checked to be the same. Loading: tokens per second of whole
-batches from a memory-mapped uint16 file, without and with a background thread, beside the shortest
-loader one can write (slices at random places), interleaved as well. Overlap: how much longer a
-step takes when its batch is made on the spot, or by the thread.
+Packing: `pack` against a list that is searched for every placement, on the same lengths,
+interleaved; both must give the same rows. Loading: tokens per second of batches from a
+memory-mapped uint16 file, without and with a background thread, compared with the shortest
+possible loader (slices at random positions), interleaved. Overlap: how much longer a step takes
+when its batch is prepared by the main thread, or by the background thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lengths_like_web_text(count: int, median: float, seed: int = 0) -> np.ndarra
 
 
 def list_scan(lengths: list[int], capacity: int, buffer: int) -> list[list[int]]:
-    """What one would write first: a list, scanned for the longest that fits. The documents."""
+    """The documents of each row, by a linear search for the longest document that fits."""
     stream = iter(enumerate(lengths))
     waiting: list[tuple[int, int]] = []
     rows: list[list[int]] = []
@@ -90,12 +90,12 @@ def packing_speed(documents: int, rounds: int) -> list[dict[str, Any]]:
         lengths = lengths_like_web_text(documents, median)
         as_list, capacity = lengths.tolist(), context + 1
         packing = pack(lengths, capacity, BUFFER)
-        ours = [[s.document for s in packing.row(r)] for r in range(packing.rows)]
-        assert ours == list_scan(as_list, capacity, BUFFER), "the two packings differ"
+        rows = [[s.document for s in packing.row(r)] for r in range(packing.rows)]
+        assert rows == list_scan(as_list, capacity, BUFFER), "the two packings differ"
         times = interleave(
             {
                 "list scan": lambda a=as_list, c=capacity: list_scan(a, c, BUFFER),
-                "ours": lambda a=lengths, c=capacity: pack(a, c, BUFFER),
+                "pack": lambda a=lengths, c=capacity: pack(a, c, BUFFER),
             },
             rounds,
         )
@@ -106,16 +106,16 @@ def packing_speed(documents: int, rounds: int) -> list[dict[str, Any]]:
                 "documents": documents,
                 "cropped_share": packing.cropped_tokens / packing.all_tokens,
                 "seconds": times,
-                "ratio_of_minima": times["list scan"]["minimum"] / times["ours"]["minimum"],
-                "ratio_of_medians": times["list scan"]["median"] / times["ours"]["median"],
-                "ours_microseconds_per_document": times["ours"]["minimum"] / documents * 1e6,
+                "ratio_of_minima": times["list scan"]["minimum"] / times["pack"]["minimum"],
+                "ratio_of_medians": times["list scan"]["median"] / times["pack"]["median"],
+                "microseconds_per_document": times["pack"]["minimum"] / documents * 1e6,
             }
         )
     return results
 
 
 class MappedDocuments:
-    """Documents in one memory-mapped file, as a shard would hold them."""
+    """Documents in one memory-mapped file, as in a shard."""
 
     def __init__(self, path: Path, lengths: np.ndarray) -> None:
         self.lengths = lengths
@@ -137,7 +137,7 @@ def mapped_documents(folder: Path, count: int, median: float) -> MappedDocuments
 
 
 def load(store: MappedDocuments, steps: int, prefetch: int, work: Callable[[], object]) -> None:
-    """Take batches and do some work on each, as a trainer would."""
+    """Read batches and call `work` after each, like a trainer."""
     config = LoaderConfig(context_length=CONTEXT, global_batch=BATCH_ROWS, prefetch=prefetch)
     with Loader([Source(store)], config) as loader:
         for _ in range(steps):
@@ -146,7 +146,7 @@ def load(store: MappedDocuments, steps: int, prefetch: int, work: Callable[[], o
 
 
 def random_slices(store: MappedDocuments, steps: int) -> None:
-    """The shortest loader one can write: slices at random places, whatever starts there."""
+    """The shortest possible loader: slices at random positions."""
     tokens, rng = store.all_tokens, np.random.default_rng(0)
     for _ in range(steps):
         starts = rng.integers(0, len(tokens) - CONTEXT - 1, BATCH_ROWS).tolist()
@@ -177,9 +177,9 @@ def loading_speed(folder: Path, documents: int, steps: int, rounds: int) -> list
 
 
 def overlap(folder: Path, steps: int, rounds: int) -> dict[str, Any]:
-    """How much longer steps take when batches come along; the work waits, as for a GPU.
+    """Seconds of steps that wait, as for a GPU, without and with loading.
 
-    Where the work itself fills every core, as in training on the CPU, nothing is left to overlap.
+    If the work uses every core, as training on the CPU does, there is nothing to overlap with.
     """
     store = mapped_documents(folder, 100_000, 150)
 
@@ -206,18 +206,22 @@ def nothing() -> None:
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arguments.add_argument("--documents", type=int, default=4_000, help="for the packing ratio")
+    arguments.add_argument(
+        "--documents", type=int, default=4_000, help="documents to pack (default: 4000)"
+    )
     arguments.add_argument("--rounds", type=int, default=7)
-    arguments.add_argument("--steps", type=int, default=200, help="batches of 64 rows per load")
-    arguments.add_argument("--out", type=Path, help="write the figures as JSON")
+    arguments.add_argument(
+        "--steps", type=int, default=200, help="batches of 64 rows per measurement (default: 200)"
+    )
+    arguments.add_argument("--out", type=Path, help="write the results to this JSON file")
     options = arguments.parse_args()
     torch.set_num_threads(1)
 
     packing = packing_speed(options.documents, options.rounds)
     out.print(
         table(
-            f"Best fit, buffer of {BUFFER}: list scan / ours",
-            ["context", "median length", "cropped", "minima", "medians", "ours, us/document"],
+            f"Best fit, buffer of {BUFFER}: list scan / pack",
+            ["context", "median length", "cropped", "minima", "medians", "pack, us/document"],
             [
                 (
                     r["context"],
@@ -225,7 +229,7 @@ def main() -> None:
                     f"{r['cropped_share']:.1%}",
                     f"{r['ratio_of_minima']:.1f}x",
                     f"{r['ratio_of_medians']:.1f}x",
-                    f"{r['ours_microseconds_per_document']:.2f}",
+                    f"{r['microseconds_per_document']:.2f}",
                 )
                 for r in packing
             ],
@@ -254,7 +258,7 @@ def main() -> None:
     alone = overlapping["waiting alone"]
     out.print(
         table(
-            f"Steps that wait {WAIT_SECONDS * 1e3:g} ms, with batches coming along",
+            f"Time of steps that wait {WAIT_SECONDS * 1e3:g} ms, relative to waiting alone",
             ["loading", "minima", "medians"],
             [
                 (name, *(f"{t[kind] / alone[kind]:.2f}x" for kind in ("minimum", "median")))

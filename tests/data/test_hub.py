@@ -1,4 +1,4 @@
-"""Downloads through the real client, from a small hub of our own that misbehaves on demand."""
+"""Downloads through the real client, from a local server with faults to switch on."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_only_the_first_files(server: SmallHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_connection_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
+def test_a_broken_connection_is_resumed(server: SmallHub, tmp_path: Path) -> None:
     server.drop_after = [20_000, 0, 5_000]
     fetch(server, tmp_path)
     assert here(tmp_path) == documents(server)
@@ -224,7 +224,7 @@ def test_an_answer_that_ends_early_without_a_stated_length_is_resumed(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_where_it_was(server: SmallHub, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_resumed(server: SmallHub, tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
 
@@ -242,7 +242,7 @@ def test_an_interrupted_run_goes_on_where_it_was(server: SmallHub, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_ranges_sends_all_anew(server: SmallHub, tmp_path: Path) -> None:
+def test_a_server_that_ignores_ranges_sends_all_again(server: SmallHub, tmp_path: Path) -> None:
     server.ignores_ranges = True
     server.drop_after = [20_000]
     fetch(server, tmp_path)
@@ -275,7 +275,7 @@ def test_a_full_disk_is_told_and_loses_nothing(server: SmallHub, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_file_damaged_here_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
+def test_a_file_damaged_here_is_fetched_again(server: SmallHub, tmp_path: Path) -> None:
     fetch(server, tmp_path)
     path = tmp_path / "sample/10BT/1.parquet"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
@@ -309,7 +309,7 @@ def test_a_login_page_in_between(
 
 
 @pytest.mark.slow
-def test_a_damaged_partial_file_is_fetched_anew(server: SmallHub, tmp_path: Path) -> None:
+def test_a_damaged_partial_file_is_fetched_again(server: SmallHub, tmp_path: Path) -> None:
     partial = tmp_path / "sample/10BT/.0.parquet.partial"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"x" * 10_000)

@@ -1,4 +1,4 @@
-"""Items made ahead: same order, errors in place, no thread left behind, no hang."""
+"""Prefetched items: same order, errors in place, no thread left, no hang."""
 
 import gc
 import subprocess

@@ -69,7 +69,7 @@ def test_every_prefix_is_within_one_row(weights, rows):
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=5), st.integers(0, 60))
-def test_the_counts_are_all_it_needs_to_go_on(weights, cut):
+def test_the_counts_are_the_whole_state(weights, cut):
     whole = next_sources(weights, [0] * len(weights), 100)
     counts = [whole[:cut].count(source) for source in range(len(weights))]
     assert next_sources(weights, counts, 100 - cut) == whole[cut:]
@@ -82,7 +82,7 @@ def test_it_is_exact_after_a_billion_rows():
     assert next_sources(weights, counts, 50) == next_sources(weights, [0, 0, 0], 50)
 
 
-def test_weights_mean_what_they_spell():
+def test_weights_keep_their_decimal_digits():
     assert exact_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert exact_weights([1, 2]) == [1, 2]
     assert exact_weights([1e-3, 1.0]) == [1, 1000]

@@ -1,4 +1,4 @@
-"""Preparation: the shards hold what a plain loop would give, however often it was stopped."""
+"""Preparation: the shards hold what a plain loop would give, however often it was interrupted."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from preparing import (
 from parcae.config import ConfigError
 from parcae.data import preparation as module
 from parcae.data import tokenizer as tokenizer_module
-from parcae.data.preparation import Update, prepare, write_shards
+from parcae.data.preparation import Update, content_key, prepare, split_of, write_shards
 from parcae.data.readers import Document, ReadPosition
 from parcae.data.shards import InMemoryDocuments, ShardedDocuments, ShardWriter
-from parcae.data.sources import find_files, split_of
+from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer, _batches
 from parcae.files import FileError, exclusive
 
@@ -140,7 +140,7 @@ def test_validation_files_are_held_out_wherever_else_they_stand(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("explicit_validation", [False, True])
-def test_stopped_at_every_write_it_goes_on(
+def test_stopped_at_every_write_it_is_resumed(
     tmp_path: Path,
     source: Path,
     tokenizer: Tokenizer,
@@ -203,7 +203,7 @@ KILLED = """
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_goes_on(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_killed_at_random_moments_it_is_resumed(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chance = random.Random(3)
     words = ["loop", "state", "depth", "prelude", "coda", "norm", "token", "batch", "12", "!"]
     texts = [" ".join(chance.choices(words, k=400)) + f" {i}" for i in range(700)]
@@ -374,3 +374,13 @@ def test_memory_does_not_grow_with_the_document(tmp_path: Path, tokenizer: Token
         check=True,
     )
     assert int(result.stdout) < 700e6
+
+
+def test_the_split_depends_on_the_text_alone() -> None:
+    texts = [f"document {i}" for i in range(20_000)]
+    held_out = {text for text in texts if split_of(text, 0.05) == "validation"}
+    assert 850 < len(held_out) < 1150  # five standard deviations around 1,000
+    assert held_out == {text for text in reversed(texts) if split_of(text, 0.05) == "validation"}
+    assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
+    assert not [text for text in texts if split_of(text, 0.0) == "validation"]
+    assert content_key("a") == content_key("a") != content_key("b")

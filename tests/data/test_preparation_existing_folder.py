@@ -1,4 +1,4 @@
-"""Preparing into a folder that is not empty: damage is found, and nothing of others is touched."""
+"""Preparing into a folder that is not empty: damage is found, and other files are not touched."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_part_is_made_again_when_the_run_goes_on(
+def test_a_damaged_part_is_made_again_when_the_run_is_resumed(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, damage: str
 ) -> None:
     work, folder = work_on(source, tokenizer), tmp_path / "out"

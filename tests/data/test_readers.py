@@ -83,7 +83,7 @@ def test_document_start_splits_like_a_regular_expression(
     assert texts_of(path, document_start="^#") == oracle
 
 
-def test_a_giant_text_goes_on_as_further_documents(
+def test_a_giant_text_is_read_as_further_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readers, "LONGEST_TEXT", 10)
@@ -219,7 +219,7 @@ def test_repetitive_zstandard_is_unpacked_piece_by_piece(tmp_path: Path) -> None
         assert len(stream.raw._output) <= 1 << 24  # type: ignore[attr-defined]
 
 
-def test_a_zstandard_window_beyond_what_we_give(tmp_path: Path) -> None:
+def test_a_zstandard_window_that_is_too_large(tmp_path: Path) -> None:
     settings = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     path = tmp_path / "a.jsonl.zst"
     with (
@@ -231,7 +231,7 @@ def test_a_zstandard_window_beyond_what_we_give(tmp_path: Path) -> None:
         texts_of(path)
 
 
-def test_what_the_system_will_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_records(tmp_path / "a.jsonl", ["text"])
     files = find_files([path])
 

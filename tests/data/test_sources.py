@@ -1,4 +1,4 @@
-"""Names, folders and globs to files in a fixed order; the split depends on the text alone."""
+"""Names, folders and globs to files in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from parcae.config import ConfigError
 from parcae.data.readers import ReadOptions, read_documents
-from parcae.data.sources import content_key, find_files, split_of
+from parcae.data.sources import find_files
 from parcae.files import FileError
 
 
@@ -62,13 +62,3 @@ def test_builtin_is_the_library_alone_and_always_the_same() -> None:
     assert sum(len(document.text) for document in documents) > 5_000_000
     topics = [d.text for d in documents if files[d.next_position.file].format == "topics"]
     assert any("lambda" in topic for topic in topics)
-
-
-def test_the_split_depends_on_the_text_alone() -> None:
-    texts = [f"document {i}" for i in range(20_000)]
-    held_out = {text for text in texts if split_of(text, 0.05) == "validation"}
-    assert 850 < len(held_out) < 1150  # five standard deviations around 1,000
-    assert held_out == {text for text in reversed(texts) if split_of(text, 0.05) == "validation"}
-    assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
-    assert not [text for text in texts if split_of(text, 0.0) == "validation"]
-    assert content_key("a") == content_key("a") != content_key("b")

@@ -6,17 +6,16 @@
 
 A document passes these modules, in this order:
 
-    sources        files, folders and globs to files; which documents are held out
     readers        files of every format to documents
+    preparation    documents to shards, resumable; which documents are held out
     tokenizer      text to ids
-    preparation    documents to shards, resumable
     shards         tokenised documents on disk or in memory
     order          which documents and rows come next: shuffle, blocks, mixture
     packing        documents to rows
     loader         rows to batches, deterministic and resumable
 
-Beside them: `hub` downloads datasets, `tokenizer_training` trains and compares tokenizers on
-files, `inspection` measures prepared documents.
+`sources` finds files, `hub` downloads datasets, `tokenizer_training` trains and compares
+tokenizers on files, and `inspection` measures prepared documents.
 """
 
 from __future__ import annotations

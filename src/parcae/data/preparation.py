@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,6 +88,7 @@ class Update(NamedTuple):
 
 
 Report = Callable[[Update], None]
+Part = dict[str, Any]
 
 
 def prepare(
@@ -127,12 +129,36 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
-        require(
-            self.shard_tokens >= 1,
-            "shard_tokens",
-            f"{self.shard_tokens} is out of range",
-            f"It must be >= 1; the default is {SHARD_TOKENS}.",
-        )
+        tokens = self.shard_tokens
+        require(tokens >= 1, "shard_tokens", f"{tokens} is out of range", "It must be >= 1.")
+
+    @cached_property
+    def held_out(self) -> frozenset[bytes]:
+        """Content keys of the documents in the validation files."""
+        documents = read_documents(self.corpus.validation_files, self.corpus.options)
+        return frozenset(content_key(document.text) for document in documents if document.text)
+
+    def split(self, stage: Stage, text: str) -> Split | None:
+        """The split of a document; None if it is skipped."""
+        if not text:
+            return None
+        if not self.corpus.validation_files:
+            return split_of(text, self.corpus.validation_fraction)
+        if stage.held_out:
+            return "validation"
+        return None if content_key(text) in self.held_out else "train"
+
+
+def content_key(text: str) -> bytes:
+    """A 16-byte hash of the text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def split_of(text: str, validation_fraction: float) -> Split:
+    """The split of a text, by its hash only: adding files moves no document, and duplicates are
+    in the same split."""
+    share = int.from_bytes(content_key(text)[:8], "big") / 2.0**64
+    return "validation" if share < validation_fraction else "train"
 
 
 def write_shards(
@@ -157,15 +183,7 @@ def write_shards(
 
 def _check_folder(work: Preparation, folder: Path) -> None:
     """Refuse a folder that holds other files or sources, before anything is written."""
-    out = folder.resolve()
-    for source in {file.folder for file in work.corpus.all_files if file.folder}:
-        if out.is_relative_to(source.resolve()):
-            raise FileError(
-                f"{folder}: inside the source folder {source}, so its files would be read as "
-                "documents. Choose another folder."
-            )
-    if any(file.path.resolve().is_relative_to(out) for file in work.corpus.all_files):
-        raise FileError(f"{folder}: contains a source file. Choose another folder.")
+    work.corpus.check_output(folder)
     with reading(folder):
         if not folder.is_dir() or any((folder / name).exists() for name in (MANIFEST, PROGRESS)):
             return
@@ -207,9 +225,7 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     return state
 
 
-def _intact_parts(
-    folder: Path, parts: list[dict[str, Any]], report: Report
-) -> list[dict[str, Any]]:
+def _intact_parts(folder: Path, parts: list[Part], report: Report) -> list[Part]:
     """The parts before the first one with a wrong checksum."""
     tokens = 0
     for index, part in enumerate(parts):
@@ -227,7 +243,8 @@ def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report:
     for index in range(first_stage, len(stages)):
         start = ReadPosition(*rest) if index == first_stage else BEGINNING
         encoded = _encode(work, stages[index], start)
-        reported = _reported(encoded, work, index, _token_count(state), report)
+        tokens = sum(record["tokens"] for part in state["parts"] for record in part["shards"])
+        reported = _reported(encoded, work, index, tokens, report)
         while part := _write_part(work, folder, state, index, reported):
             state["parts"].append(part)
             write_sealed(folder / PROGRESS, state)
@@ -235,7 +252,7 @@ def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report:
 
 def _write_part(
     work: Preparation, folder: Path, state: dict[str, Any], stage: int, encoded: Iterator[Encoded]
-) -> dict[str, Any] | None:
+) -> Part | None:
     """Write the next shard of each split; None if no document is left."""
     number = len(state["parts"])
     skipped = {"empty": 0, "held_out": 0}
@@ -351,10 +368,6 @@ def _remove_leftovers(folder: Path) -> None:
             entry.unlink()
 
 
-def _token_count(state: dict[str, Any]) -> int:
-    return sum(record["tokens"] for part in state["parts"] for record in part["shards"])
-
-
 def _reported(
     encoded: Iterable[Encoded], work: Preparation, stage: int, tokens: int, report: Report
 ) -> Iterator[Encoded]:
@@ -384,7 +397,7 @@ def _encode(work: Preparation, stage: Stage, start: ReadPosition) -> Iterator[En
     no_tokens = np.empty(0, work.tokenizer.token_dtype)
 
     def encode(batch: list[Document]) -> list[Encoded]:
-        splits: list[Split | None] = [work.corpus.split(stage, document.text) for document in batch]
+        splits: list[Split | None] = [work.split(stage, document.text) for document in batch]
         texts = [document.text for document, split in zip(batch, splits, strict=True) if split]
         arrays = iter(work.tokenizer.encode_documents(texts))
         return [

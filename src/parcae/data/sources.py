@@ -1,26 +1,20 @@
-"""The files documents come from, and which of their documents are held out for validation.
+"""Find source files: names, folders and globs to files in a fixed order.
 
-    files = find_files(["builtin", "books/", "web/*.parquet"])
-    corpus = Corpus(files, validation_fraction=0.005)
-
-Files are found in a fixed order. Documents are held out by the hash of their text, or by naming
-the files that hold them.
+corpus = Corpus(find_files(["builtin", "books/", "web/*.parquet"]), validation_fraction=0.005)
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from parcae.config import require
-from parcae.data.readers import FORMATS, ReadOptions, SourceFile, format_of, read_documents
+from parcae.data.readers import FORMATS, ReadOptions, SourceFile, format_of
 from parcae.files import FileError, reading, sha256
 
 Split = Literal["train", "validation"]
@@ -50,7 +44,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files, how they are read, and which documents are held out."""
+    """Files, how they are read, and which of their documents are held out."""
 
     files: tuple[SourceFile, ...]
     validation_files: tuple[SourceFile, ...] = ()
@@ -67,22 +61,6 @@ class Corpus:
             "It must be >= 0 and < 1.",
         )
 
-    @cached_property
-    def held_out(self) -> frozenset[bytes]:
-        """Content keys of the documents in the validation files."""
-        documents = read_documents(self.validation_files, self.options)
-        return frozenset(content_key(document.text) for document in documents if document.text)
-
-    def split(self, stage: Stage, text: str) -> Split | None:
-        """The split a document belongs to; None if it is skipped."""
-        if not text:
-            return None
-        if not self.validation_files:
-            return split_of(text, self.validation_fraction)
-        if stage.held_out:
-            return "validation"
-        return None if content_key(text) in self.held_out else "train"
-
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.all_files)
@@ -97,17 +75,17 @@ class Corpus:
         held_out = Stage(self.validation_files, True)
         return (held_out, Stage(self.files)) if self.validation_files else (Stage(self.files),)
 
-
-def content_key(text: str) -> bytes:
-    """A 16-byte hash of the text."""
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def split_of(text: str, validation_fraction: float) -> Split:
-    """The split a text belongs to, by its hash only: adding files moves no document, and
-    duplicates are in the same split."""
-    share = int.from_bytes(content_key(text)[:8], "big") / 2.0**64
-    return "validation" if share < validation_fraction else "train"
+    def check_output(self, folder: Path) -> None:
+        """Refuse a folder inside a source, or with a source file in it."""
+        out = folder.resolve()
+        for source in {file.folder for file in self.all_files if file.folder}:
+            if out.is_relative_to(source.resolve()):
+                raise FileError(
+                    f"{folder}: inside the source folder {source}, so its files would be read as "
+                    "documents. Choose another folder."
+                )
+        if any(file.path.resolve().is_relative_to(out) for file in self.all_files):
+            raise FileError(f"{folder}: contains a source file. Choose another folder.")
 
 
 FileDigests = dict[str, list[Any]]
