@@ -133,6 +133,21 @@ def test_the_script(tmp_path):
     assert "validation loss by loops: {1: " in result.stdout
 
 
+@pytest.mark.slow
+def test_a_sweep_trains_it(run, tmp_path):
+    """In processes of their own, which import the file because the sweep did."""
+    text = run.parent / "text.txt"
+    data = ["--data.sources", json.dumps([str(text)]), "--model.vocab_size", "320"]
+    use = ["--import", EXAMPLE, "--model.injection", "rotation"]
+    short = ["--budget.steps", "2", "--run.validate_every", "0", "--run.telemetry_every", "0"]
+    words = ["sweep", SMOKE, "--seeds", "1,2", "--out", tmp_path / "sweep"]
+    result = in_new_process(*words, *use, *data, *short)
+    assert result.returncode == 0, result.stdout + result.stderr
+    results = sorted((tmp_path / "sweep").rglob("result.json"))
+    models = [json.loads(path.read_text())["model"]["injection"] for path in results]
+    assert models == ["rotation"] * 2
+
+
 def test_workers_of_a_sweep_import_it(monkeypatch):
     from parcae.sweeps.launch import environments
 
