@@ -1,7 +1,7 @@
-"""Loss of a model as it decodes: token by token over a cache, with whatever shortcuts it is given.
+"""Loss of a model in decoding: token by token over a cache, with early exit or shared slots.
 
-Rows of held-out text are forced through the engine's own passes: a few tokens are read as a prompt,
-each further one is decoded, and what the model had predicted for it is scored.
+Rows of held-out text are forced through the passes of the engine: the first tokens are read as a
+prompt, each further one is decoded, and its prediction is scored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from parcae.infer.request import DepthPlan
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """What decoding some rows came to."""
+    """The result of decoding some rows."""
 
     nats: Tensor
-    """For each row and decoded position [rows, positions]."""
+    """Loss of each decoded position [rows, positions]."""
     loops: Tensor
-    """How often each of them looped, alike."""
+    """Loops of each decoded position [rows, positions]."""
     seconds: float
-    """Spent decoding; the prompts are not counted."""
+    """Time of decoding, without the prompts."""
 
     @property
     def loss(self) -> float:
@@ -50,12 +50,12 @@ def decode_forced(
     prompt: int = 16,
     on_step: Callable[[], None] | None = None,
 ) -> Decoded:
-    """`rows` [B, S] of token ids, decoded side by side; the last token is only predicted."""
+    """Decode `rows` of token ids [B, S] together; the last token is only predicted."""
     length = rows.shape[1]
-    some = 0 < prompt < length - 1
-    require(some, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
+    valid = 0 < prompt < length - 1
+    require(valid, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
     limit = network.layout.context_length
-    require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Cut them.")
+    require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Shorten them.")
     with without_autocast(network.device):
         return _decode(network, rows, plan, Policy.parse(policy), prompt, on_step)
 

@@ -41,8 +41,8 @@ def test_exact_decoding_has_the_loss_of_a_forward(kind):
     [
         {"policy": "shared"},
         {"policy": "last:2", "exit": "kl:0.05"},
-        {"exit": "state:0.3", "start": "previous"},
-        {"extrapolation": "anderson"},
+        {"exit": "state:0.3"},
+        {"policy": "first:2", "exit": "budget:3"},
     ],
 )
 def test_shortcuts_have_the_loss_of_the_oracle(options):

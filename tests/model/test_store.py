@@ -52,7 +52,7 @@ def test_missing_and_left_over_and_misshapen_tensors(folder):
     save_file(changed, path)
     with pytest.raises(FileError) as error:
         parcae.load(folder)
-    for part in ("missing coda.readout.weight", "left over stray", r"coda.norm.weight is [3]"):
+    for part in ("missing coda.readout.weight", "unexpected stray", r"coda.norm.weight is [3]"):
         assert part in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""What every architecture shares: rotary embeddings, attention, MLP, block, stack of blocks.
+"""Building blocks of all architectures: rotary embeddings, attention, MLP, block, stack of blocks.
 
 Shapes: B rows, S positions, D width, H heads, K key-value heads, E head dimension.
 """
@@ -20,7 +20,7 @@ QK_NORM_EPS = torch.finfo(torch.float32).eps
 
 
 class Rope(NamedTuple):
-    """Cosines and sines [S, 1, E/2] by which the pairs (2i, 2i+1) of a head are turned."""
+    """Cosines and sines [S, 1, E/2] by which the pairs (2i, 2i+1) of a head are rotated."""
 
     cos: Tensor
     sin: Tensor
@@ -33,7 +33,7 @@ def rope_table(length: int, head_dim: int, theta: float, device: torch.device) -
 
 
 def rotate(x_BSHE: Tensor, rope: Rope) -> Tensor:
-    """Turn each pair of channels by an angle that grows with the position.
+    """Rotate each pair of channels by an angle proportional to the position.
 
     The first halves of all pairs come first, then the second halves: contiguous, so it is fast.
     """
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         value: Tensor | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """`weight` is the fused weight, where a caller that loops has prepared it once."""
+        """`weight` is `fused_weight()`, which callers that loop compute once."""
         q, k, v = self.project(z_BSD, rope, value, weight)
         grouped = self.shape.kv_heads != self.shape.heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -166,11 +166,11 @@ class Block(nn.Module):
 
 
 Values = Sequence[Tensor | None]
-"""For each layer of a stack its value embeddings of the tokens at hand [B, S, K*E], or None."""
+"""For each layer of a stack the value embeddings of the tokens [B, S, K*E], or None."""
 
 
 class Stack(nn.ModuleList):
-    """Blocks one after the other; layers are numbered over prelude, core and coda, unlooped."""
+    """Blocks in sequence; layers are numbered over prelude, core and coda, without loops."""
 
     def __init__(self, config: ModelConfig, first_layer: int, layers: int) -> None:
         super().__init__(Block(config, first_layer + i) for i in range(layers))

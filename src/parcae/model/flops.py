@@ -30,7 +30,7 @@ from parcae.registry import INJECTIONS
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs per token of one forward, by part: what runs once, and what each loop adds."""
+    """FLOPs per token of one forward: of the parts that run once, and of each loop."""
 
     outside: float
     """Prelude, injection matrix, readout, coda and unembedding."""
@@ -46,7 +46,7 @@ class TokenFlops:
 
 @lru_cache
 def token_flops(config: ModelConfig, length: int | None = None) -> TokenFlops:
-    """The cost of a token in a sequence of `length` (the context length if left out)."""
+    """The cost of a token in a sequence of `length`; the default is the context length."""
     length = length or config.context_length
     core = range(config.prelude_layers, config.prelude_layers + config.core_layers)
     looped = config.architecture == "looped"

@@ -1,6 +1,6 @@
-"""The frame around the layers that all language models here share: tokens in, logits or loss out.
+"""`LanguageModel`, the base class of all models: tokens in, logits or loss out.
 
-Nothing is kept on a module between two calls; what a forward knows, it returns.
+A forward returns all its results; nothing is stored on a module between calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from parcae.model.blocks import Rope, rope_table
 from parcae.model.depth import Depths, as_depths, sample
 
 LOSS_CHUNK = 512
-"""Positions whose logits exist at a time while a loss is computed: faster than all, and lean."""
+"""Positions whose logits are in memory at once while a loss is computed; faster than all."""
 MIXED_LOSS_CHUNK = 8192
-"""The same on an accelerator, which wants larger products."""
+"""The same on accelerators, which are faster with larger products."""
 IGNORED_TARGET = -100
 
 DepthRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
@@ -30,10 +30,10 @@ DepthRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What happened loop by loop, detached, in the caller's order of rows.
+    """States, residuals and logits of every loop, detached, in the caller's order of rows.
 
-    A row that has ended stays where it ended: `states[t]` is the state after min(t, T) loops and
-    `logits[t - 1]` what it predicts there; `residuals[t - 1]` is NaN from then on.
+    A row that has ended keeps its last state: `states[t]` is the state after min(t, T) loops and
+    `logits[t - 1]` its predictions; `residuals[t - 1]` is NaN for t > T.
     """
 
     states: Tensor | None = None
@@ -46,7 +46,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Output:
-    """Logits, or the mean loss where targets were given."""
+    """Logits, or the mean loss if targets were given."""
 
     logits: Tensor | None
     loss: Tensor | None
@@ -57,7 +57,7 @@ class Output:
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, value tables and head; subclasses put layers and a final norm between."""
+    """Embedding, value tables and head; subclasses add the layers and a final norm."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def checkpoint_loops(self) -> None:
-        """From now on keep only the state between loops for the backward; less memory, slower."""
+        """Recompute loops in the backward from the states between them: less memory, slower."""
 
     @abstractmethod
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
-        """What chance decides in training, for the given global rows of an optimiser step, as
-        arguments of `forward`: a function of (seed, step, row), whoever holds the rows."""
+        """Random arguments of `forward` in training (depths, initial states) for the given global
+        rows of an optimiser step: a function of (seed, step, row), the same on any process."""
 
     @abstractmethod
     def readings(
@@ -103,13 +103,13 @@ class LanguageModel(nn.Module, ABC):
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """(T, what the head reads after T loops) for each depth asked for, shallow to deep.
+        """Yield (T, input of the head after T loops) for each of `depths`, in increasing order.
 
         One pass without gradient serves all depths; `loss` and `logits` take what it yields.
         """
 
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
-        """The value embeddings of each layer of a stack; looked up once, whatever the loops."""
+        """The value embeddings of each layer of a stack, or None; the same in all loops."""
         keys = (str(first_layer + i) for i in range(layers))
         return [self.value_tables[k](tokens) if k in self.value_tables else None for k in keys]
 
@@ -117,11 +117,11 @@ class LanguageModel(nn.Module, ABC):
         return rope_table(length, head_dim, self.config.rope_theta, self.device)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Predictions from the last layer's output, normed."""
+        """Logits from the normalised output of the last layer."""
         return F.linear(x, self.unembedding).float()
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy, a few hundred positions at a time, so all logits never exist at once.
+        """Mean cross entropy, computed in chunks, so that all logits are never in memory at once.
 
         In float32 like the logits. Under autocast only the head's product is in bfloat16: a loss
         near 8 rounded to it would lie on a grid of 0.03.
@@ -150,7 +150,7 @@ class LanguageModel(nn.Module, ABC):
     def depths(
         self, depths: DepthRequest, rows: int, generator: torch.Generator | None = None
     ) -> Depths:
-        """What a caller asks for, worked out: the mean, numbers, or a draw from the generator."""
+        """`Depths` for a request: the mean for None, the given numbers, or a random draw."""
         loop = self.config.loop
         if depths is None:
             depths = loop.nominal_loops
@@ -163,7 +163,7 @@ class LanguageModel(nn.Module, ABC):
         return as_depths(depths, rows, loop)
 
     def check(self, tokens: Tensor, targets: Tensor | None) -> None:
-        """Refuse what would fail later, or worse, would not."""
+        """Raise TypeError or ValueError for invalid tokens or targets."""
         limit, vocab = self.config.context_length, self.config.vocab_size
         if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
             kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -193,7 +193,7 @@ class LanguageModel(nn.Module, ABC):
 
 
 def _check_ids(name: str, ids: Tensor, vocab: int, ignored: int | None) -> None:
-    """On a CPU only: elsewhere looking at the values would stall the device's queue."""
+    """On a CPU only: reading values from another device would wait for its queue."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = (ids < 0) | (ids >= vocab)

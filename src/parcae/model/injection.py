@@ -11,8 +11,8 @@ and the choice of A_bar decides whether the state can blow up (the paper's stabi
     addition         I                            I          = 1          marginally stable
     concatenation    W_1 of W = [W_1 W_2]         W_2        anything     unstable
 
-`prepare(e)` does once per forward what no loop changes: it discretises, and multiplies B e.
-`mix(h, ...)` is what is left for each loop. Injections from outside the package are subclasses of
+`prepare(e)` computes once per forward what is the same in all loops: the discretisation and B e.
+`mix(h, ...)` is the rest, in every loop. Injections from outside the package are subclasses of
 `Injection`, registered by `parcae.register_injection`; see docs/extending.md.
 """
 
@@ -130,7 +130,7 @@ class Injection(nn.Module, ABC):
 
 
 def log_softplus(x: Tensor) -> Tensor:
-    """log(log(1 + e^x)), finite for every finite x: far to the left softplus(x) is e^x itself."""
+    """log(log(1 + e^x)), finite for every finite x: for very negative x softplus(x) is e^x."""
     left = x < -15.0
     return torch.where(left, x, F.softplus(x.masked_fill(left, 0.0)).log())
 

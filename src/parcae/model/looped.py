@@ -30,7 +30,7 @@ RECORDS: tuple[Record, ...] = ("states", "residuals", "logits")
 
 
 class LoopInputs(NamedTuple):
-    """What every loop is given; nothing in it depends on the loop, so it is computed once."""
+    """The inputs of every loop; they do not depend on the loop, so they are computed once."""
 
     transition: Tensor
     drive: Tensor
@@ -92,7 +92,7 @@ class Loop(nn.Module):
         values: Values,
         recorder: Recorder | None = None,
     ) -> Tensor:
-        """h_T of every row, from h_0; rows stand in the schedule's order."""
+        """h_T of every row, from h_0; rows are in the schedule's order."""
         inputs = self._inputs(e, rope, values)
         if not torch.is_grad_enabled():
             return self._run(h, schedule.all_loops, inputs, recorder)
@@ -108,7 +108,7 @@ class Loop(nn.Module):
 
     @torch.no_grad()
     def iterate(self, h: Tensor, e: Tensor, rope: Rope, values: Values) -> Iterator[Tensor]:
-        """h_1, h_2, ... without end, each made when it is asked for."""
+        """Yield h_1, h_2, ... endlessly, each computed on demand."""
         inputs = self._inputs(e, rope, values)
         while True:
             h = self._step(h, inputs)
@@ -147,13 +147,13 @@ def _checkpoint(core: Core, h: Tensor, inputs: LoopInputs) -> Tensor:
 
 
 def _cut(x: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """The rows that go on and those that have ended. Not views, on which compiled code would
-    specialise; nothing writes to either part in place, so sharing memory is safe."""
+    """The first `rows` rows and the others. Not views, on which compiled code would specialise;
+    nothing writes to either part in place, so sharing memory is safe."""
     return torch.unsafe_split_with_sizes(x, [rows, len(x) - rows])
 
 
 class Recorder:
-    """Collects the states of one forward, by row and by the row's own count of loops."""
+    """Records the states of one forward by row and by the row's number of loops."""
 
     def __init__(self, h: Tensor, depths: Depths) -> None:
         self.loops = depths.loops
@@ -162,13 +162,13 @@ class Recorder:
         self.states[0] = h.detach()
 
     def observe(self, h: Tensor) -> None:
-        """The leading rows have looped once more."""
+        """Record the states of the leading rows after one more loop."""
         self.done[: len(h)] += 1
         rows = torch.arange(len(h), device=h.device)
         self.states[self.done[: len(h)], rows] = h.detach()
 
     def finish(self) -> Tensor:
-        """Rows that have ended stay where they ended."""
+        """The states; rows that have ended keep their last one."""
         for row, loops in enumerate(self.loops):
             self.states[loops + 1 :, row] = self.states[loops, row]
         return self.states
@@ -181,7 +181,7 @@ class Recorder:
 
 
 class Prelude(nn.Module):
-    """e = N(Blocks(x)); the norm where configured."""
+    """e = N(Blocks(x)); the norm is optional."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Prelude(nn.Module):
 
 
 class Coda(nn.Module):
-    """N(Blocks(C h)); the readout C where configured."""
+    """N(Blocks(C h)); the readout C is optional."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class LoopedModel(LanguageModel):
         generator: torch.Generator | None = None,
         trajectory: bool | Collection[Record] = False,
     ) -> Output:
-        """Logits [B, S, V] at the given depth, or the loss where targets are given.
+        """Logits [B, S, V] at the given depth, or the mean loss if targets are given.
 
         `depths`: loops for all sequences, or one number for each, or `Depths` to say how many
         carry gradient (else `loop.gradient_loops`), or "sample" to draw them from the generator.
@@ -286,9 +286,9 @@ class LoopedModel(LanguageModel):
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """h_1, h_2, ... of all sequences, without gradient and without end.
+        """Yield h_1, h_2, ... of all sequences endlessly, without gradient.
 
-        Only the state at hand is kept. `state` and `generator` are those of a forward.
+        Only the current state is kept. `state` and `generator` are those of a forward.
         """
         self.check(tokens, None)
         h = self._initial_state(state, tokens.shape, generator)
@@ -309,13 +309,13 @@ class LoopedModel(LanguageModel):
                 yield depth, self.decode(h, tokens)
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """e: what the prelude makes of the tokens, and what every loop is given."""
+        """e: the output of the prelude, an input of every loop."""
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
         values = self.values(tokens, 0, self.config.prelude_layers)
         return self.prelude(self.embed(tokens), rope, values)
 
     def decode(self, h: Tensor, tokens: Tensor) -> Tensor:
-        """From a state to what the head reads."""
+        """The output of the coda for a state: the input of the head."""
         first_layer = self.config.prelude_layers + self.config.core_layers
         rope = self.rope(tokens.shape[1], self.config.block.head_dim)
         return self.coda(h, rope, self.values(tokens, first_layer, self.config.coda_layers))

@@ -80,7 +80,7 @@ def is_release(header: Any) -> bool:
 
 
 def our_name(key: str, kind: str = LOOPED) -> str | None:
-    """Our name for a key of the release; None for a key we do not know."""
+    """The name in this package for a key of the release; None for an unknown key."""
     if key == "transformer.ln_f.weight":
         return "coda.norm.weight" if kind == LOOPED else "norm.weight"
     if key in _SINGLE:
@@ -94,7 +94,7 @@ def our_name(key: str, kind: str = LOOPED) -> str | None:
 
 
 def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and weights of a release folder, under our names."""
+    """The configuration and weights of a release folder, under the names of this package."""
     if header["_class_name"] not in (LOOPED, FIXED):
         raise FileError(
             f"config.json: _class_name {header['_class_name']!r}; {LOOPED} and {FIXED} are known."
@@ -132,7 +132,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         return read_weights(folder / WEIGHTS_FILE)
     path = folder / "pytorch_model.bin"
     if not path.exists():
-        raise FileError(f"{folder}: neither {WEIGHTS_FILE} nor {path.name} is there.")
+        raise FileError(f"{folder}: neither {WEIGHTS_FILE} nor {path.name} exists.")
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
@@ -249,13 +249,14 @@ def _value_layers(header: Mapping[str, Any]) -> tuple[set[int], set[int]]:
 
 
 def _drop_unused(weights: dict[str, Tensor], header: Mapping[str, Any]) -> tuple[int, ...]:
-    """Leave out tables without a gate and gates without a table; returns the layers with both."""
+    """Remove tables without a gate and gates without a table; returns the layers with both."""
     tables, gates = _value_layers(header)
     unused = [f"value_tables.{layer}.weight" for layer in tables - gates]
     unused += [_gate_name(layer, header) for layer in gates - tables]
-    found = [name for name in unused if weights.pop(name, None) is not None]
-    if found:
-        warnings.warn(f"left out what the release never uses: {', '.join(found)}", stacklevel=4)
+    omitted = [name for name in unused if weights.pop(name, None) is not None]
+    if omitted:
+        message = f"omitted weights that the release never uses: {', '.join(omitted)}"
+        warnings.warn(message, stacklevel=4)
     return tuple(sorted(tables & gates))
 
 

@@ -106,10 +106,10 @@ def _join(folder: Path) -> dict[str, Tensor]:
 
 
 def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) -> None:
-    """Give every parameter its tensor. A missing, left-over or misshapen one is an error."""
+    """Assign tensors to parameters. Missing, unexpected and wrongly shaped ones are errors."""
     expected = model.state_dict()
     problems = [f"missing {name}" for name in expected if name not in weights]
-    problems += [f"left over {name}" for name in weights if name not in expected]
+    problems += [f"unexpected {name}" for name in weights if name not in expected]
     problems += [
         f"{name} is {[*tensor.shape]}, the model needs {[*expected[name].shape]}"
         for name, tensor in weights.items()

@@ -23,7 +23,7 @@ class Transformer(LanguageModel):
         self.blocks.compile(**options)
 
     def checkpoint_loops(self) -> None:
-        """There is no loop."""
+        """Do nothing: there is no loop."""
 
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
         return {}
@@ -36,11 +36,11 @@ class Transformer(LanguageModel):
         depths: DepthRequest = None,
         generator: torch.Generator | None = None,
     ) -> Output:
-        """As of a looped model, so that callers need not ask which they hold; depths are all 1."""
+        """The same interface as a looped model; all depths are 1."""
         self.check(tokens, targets)
         ran = self.depths(depths, len(tokens), generator)
         if set(ran.loops) != {1}:
-            raise ValueError(f"depths: {depths}. A Transformer has no loop; leave depths out.")
+            raise ValueError(f"depths: {depths}. A Transformer has no loop; omit depths.")
         x = self._read(tokens)
         if targets is not None:
             return Output(logits=None, loss=self.loss(x, targets), depths=ran)
@@ -54,7 +54,7 @@ class Transformer(LanguageModel):
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """At depth 1 only; there is no state to start from."""
+        """At depth 1 only; `state` and `generator` are ignored."""
         self.check(tokens, None)
         if any(depth != 1 for depth in depths):
             raise ValueError(f"depths: {[*depths]}. A Transformer has no loop; ask for 1 only.")
