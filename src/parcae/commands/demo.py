@@ -53,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0 if result.status == "interrupted" else 1
     from parcae.report.page import write_report
 
-    profile, picture = _measure(recipe, folder, arguments.out / "looping.png")
+    profile, figure = _measure(recipe, folder, arguments.out / "looping.png")
     report = write_report(folder, arguments.out / "report")
-    _explain(result, profile, picture, report, folder)
+    _explain(result, profile, figure, report, folder)
     return 0
 
 
@@ -79,18 +79,18 @@ def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
 
 
 def _measure(recipe: Recipe, folder: Path, path: Path) -> tuple[Profile, Path]:
-    from parcae.experiments.looping import measure, picture
+    from parcae.experiments.looping import draw_figure, measure
     from parcae.model.looped import LoopedModel
     from parcae.runs import load
     from parcae.training.corpora import open_corpora
 
     batches = list(open_corpora(recipe, folder).validation(recipe, 16))
     profile = measure(cast(LoopedModel, load(folder)), batches)
-    return profile, picture(profile, recipe.model.loop.mean_loops, path)
+    return profile, draw_figure(profile, recipe.model.loop.mean_loops, path)
 
 
 def _explain(
-    result: TrainResult, profile: Profile, picture: Path, report: Path, folder: Path
+    result: TrainResult, profile: Profile, figure: Path, report: Path, folder: Path
 ) -> None:
     from rich.text import Text
 
@@ -107,7 +107,7 @@ def _explain(
     ]
     columns = ("loops T", "validation loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
     console.out.print(console.table("The same weights at several depths", columns, rows))
-    if not profile.gains:
+    if not profile.improves:
         console.out.print(
             f"More loops do not lower the loss after only {result.steps} steps. "
             f"If the machine was busy: {TRAIN_AGAIN}\n",
@@ -123,7 +123,7 @@ def _explain(
     console.out.print(Text("─" * 70, style="cyan"))
     console.out.print(
         f"\nLook at   {report}  (open it in a browser: curves, loop by loop)\n"
-        f"          {picture}  (depth is chosen when the model runs, not when it is built)\n"
+        f"          {figure}  (depth is chosen when the model runs, not when it is built)\n"
         f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as "
         "often as it needs; without a prompt, an interactive session)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parcae.console import parse_int_list, parse_list
 from parcae.evaluation.suites import SUITES
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--loops",
+        type=parse_int_list,
         metavar="T,T,...",
         help="numbers of loops to score at (default: the mean in training)",
     )
@@ -56,6 +58,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--seeds",
+        type=parse_int_list,
         metavar="N,N,...",
         help="seeds of the few-shot examples (default: 1234,2345,3456)",
     )
@@ -113,9 +116,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loops = _numbers(arguments.loops, "loops")
-    seeds = _numbers(arguments.seeds, "seeds")
-    suites = [name for text in arguments.suite for name in text.split(",") if name]
+    suites = [name for text in arguments.suite for name in parse_list(text)]
 
     from parcae import console
     from parcae.evaluation.run import default_folder, evaluate
@@ -125,12 +126,12 @@ def run(arguments: argparse.Namespace) -> int:
         result = evaluate(
             arguments.checkpoint,
             suites,
-            loops=loops,
+            loops=arguments.loops,
             out=arguments.out or default_folder(arguments.checkpoint),
             data=arguments.eval_data,
             val_data=arguments.val_data,
             limit=arguments.limit,
-            seeds=seeds,
+            seeds=arguments.seeds,
             baselines=arguments.baselines,
             state=arguments.state,
             tokenizer=arguments.tokenizer,
@@ -141,7 +142,7 @@ def run(arguments: argparse.Namespace) -> int:
             overwrite=arguments.again,
             progress=report,
         )
-    if loops is not None and not result.looped:
+    if arguments.loops is not None and not result.looped:
         console.err.print("The model has no loop: --loops has no effect.", highlight=False)
     if arguments.json:
         print(to_json(result.to_json()), end="")
@@ -189,14 +190,3 @@ def _progress() -> Iterator[Report]:
                 console.err.print(line, markup=False, highlight=False)
 
         yield report
-
-
-def _numbers(text: str | None, option: str) -> list[int] | None:
-    from parcae.config import ConfigError
-
-    if text is None:
-        return None
-    try:
-        return list(dict.fromkeys(int(number) for number in text.split(",")))
-    except ValueError:
-        raise ConfigError(f"{option}: {text!r} is not a list of numbers such as 1,2,4,8.") from None

@@ -1,4 +1,4 @@
-"""What looping does to a trained model, in one picture: the same weights at every depth."""
+"""A figure of a trained model at 1 to 16 loops: loss, convergence of the state, stability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parcae.model.looped import LoopedModel
 
 DEPTHS = tuple(range(1, 17))
 LEARNED_RADIUS = 1.1
-"""Divergent runs of recurrent depth models learn a spectral radius above 1; this is one."""
+"""Spectral radius of the unstable example; recurrent depth models that diverge learn one > 1."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +31,28 @@ class Profile:
     state_norm: list[float]
 
     @property
-    def gains(self) -> bool:
-        """Whether loops lower the loss, which takes some training."""
+    def improves(self) -> bool:
+        """Whether more loops lower the loss; at the start of training they do not."""
         return min(self.loss[1:]) < self.loss[0]
 
 
 @torch.no_grad()
 def measure(model: LoopedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> Profile:
+    """Losses of all batches, and norms of the first one, after each number of loops."""
     losses = losses_by_depth(model, batches, DEPTHS)
     tokens = batches[0][0]
-    residuals, norms, before = [], [], None
+    residuals, norms, previous = [], [], None
     for _, h in zip(DEPTHS, model.iterate(tokens, state="zero"), strict=False):
-        moved = h if before is None else h - before
-        residuals.append(moved.norm(dim=-1).mean().item())
+        change = h if previous is None else h - previous
+        residuals.append(change.norm(dim=-1).mean().item())
         norms.append(h.norm(dim=-1).mean().item())
-        before = h
+        previous = h
     return Profile([losses[t].loss for t in DEPTHS], residuals, norms)
 
 
 @torch.no_grad()
 def linear_growth(injection: str, loops: int = 64) -> list[float]:
-    """||h_t|| of the loop's linear part alone, for weights a training run could well reach."""
+    """||h_t|| of the linear part of the loop alone, for weights that training could reach."""
     width = 64
     config = ModelConfig(vocab_size=256, width=width, heads=2, context_length=64)
     model = cast(LoopedModel, create(config, injection=injection, seed=1))
@@ -67,19 +68,20 @@ def linear_growth(injection: str, loops: int = 64) -> list[float]:
     return norms
 
 
-def picture(profile: Profile, mean_loops: float, path: Path) -> Path:
+def draw_figure(profile: Profile, mean_loops: float, path: Path) -> Path:
+    """Draw loss, norms and the growth of the linear part against loops."""
     growth = {name: linear_growth(name) for name in ("diagonal", "addition", "concatenation")}
     with plotting.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
         left.plot(DEPTHS, profile.loss, marker="o")
         left.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":", linewidth=1.2)
-        words = f"mean in training: {mean_loops:g}"
-        left.text(mean_loops + 0.2, max(profile.loss), words, va="top", fontsize=8.5)
-        words = "falls, then saturates" if profile.gains else "does not fall: train longer"
-        left.set(title=f"Held-out loss {words}", xlabel="loops T", ylabel="nats per token")
+        label = f"mean in training: {mean_loops:g}"
+        left.text(mean_loops + 0.2, max(profile.loss), label, va="top", fontsize=8.5)
+        trend = "falls, then saturates" if profile.improves else "does not fall: train longer"
+        left.set(title=f"Validation loss {trend}", xlabel="loops T", ylabel="nats per token")
 
         middle.plot(DEPTHS, profile.residual, marker="o", label=r"$\|h_T - h_{T-1}\|$")
         middle.plot(DEPTHS, profile.state_norm, marker="o", label=r"$\|h_T\|$")
-        middle.set(title="The state settles", xlabel="loops T", yscale="log")
+        middle.set(title="The state converges", xlabel="loops T", yscale="log")
         middle.legend()
 
         labels = {

@@ -1,0 +1,24 @@
+"""The figure of the demo states what it shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from parcae.experiments import looping
+
+
+@pytest.mark.parametrize(
+    ("last", "trend"), [(2.5, "falls, then saturates"), (3.5, "does not fall: train longer")]
+)
+def test_the_title_follows_the_curve(last, trend, tmp_path, monkeypatch):
+    titles = []
+
+    def record(canvas, path):
+        titles.extend(axes.get_title(loc="left") for axes in canvas.axes)
+        return path
+
+    monkeypatch.setattr(looping.plotting, "save", record)
+    depths = len(looping.DEPTHS)
+    profile = looping.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
+    looping.draw_figure(profile, 8, tmp_path / "looping.png")
+    assert f"Validation loss {trend}" in titles
