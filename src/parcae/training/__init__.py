@@ -1,1 +1,14 @@
-"""Training: recipe, optimisers, the loop, checkpoints, telemetry, many devices."""
+"""Training: from a recipe to a run folder.
+
+settings            the tables of a recipe
+run                 `parcae.train`, its result, starting and resuming a run folder
+trainer             the training loop: steps, validation, checkpoints, logging
+learner             model, optimiser and data: one optimiser step, one validation
+optim, muon, adamw_atan2        optimisers
+schedule            length of a run, learning rates over it
+corpora             data of a run
+distributed         devices and processes: one, DDP, FSDP2
+checkpoint          writing checkpoints and reading them back
+log, telemetry, guard           measurements, divergence
+cost, memory_estimate           `parcae.plan`
+"""

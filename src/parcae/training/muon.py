@@ -155,7 +155,7 @@ def orthogonalise(stack: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def reduce_variance(update: Tensor, variance: Tensor, beta2: float) -> Tensor:
     """Even out rows (or columns) that are long on average, keeping each matrix's norm.
 
-    `update` is [N, rows, cols]; `variance` [N, rows, 1] or [N, 1, cols] moves on in place.
+    `update` is [N, rows, cols]; `variance`, [N, rows, 1] or [N, 1, cols], is updated in place.
     """
     along = -1 if variance.shape[-1] == 1 else -2
     variance.lerp_(update.square().mean(along, keepdim=True), 1 - beta2)

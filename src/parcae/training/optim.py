@@ -1,4 +1,4 @@
-"""Which parameter is optimised by what, and all optimisers of a model behind one interface.
+"""Which optimiser updates which parameter, and all optimisers of a model behind one interface.
 
     attention q, k, v, out; MLP fc, proj                                         Muon
     embeddings, value tables and their gates, head, norms, injection, readout    AdamW
@@ -30,8 +30,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "mps")
 
 
 def assign(model: nn.Module, kind: str) -> dict[str, Named]:
-    """Every parameter, by name, by the optimiser that takes it: "adamw" and "muon" for
-    "muon-adamw", else all to `kind`."""
+    """Named parameters by optimiser: "adamw" and "muon" for "muon-adamw", else all for `kind`."""
     named = list(model.named_parameters())
     if kind != "muon-adamw":
         return {kind: named}
@@ -43,7 +42,7 @@ def assign(model: nn.Module, kind: str) -> dict[str, Named]:
 
 
 def _of(block: Block) -> list[Tensor]:
-    """The matrices of a block that Muon takes: all but the value gate and the norms."""
+    """The matrices of a block that Muon optimises: all but the value gate and the norms."""
     attn, mlp = block.attn, block.mlp
     return [linear.weight for linear in (attn.q, attn.k, attn.v, attn.out, mlp.fc, mlp.proj)]
 
@@ -51,9 +50,9 @@ def _of(block: Block) -> list[Tensor]:
 class Optimiser:
     """The optimisers of one model, stepped together.
 
-    Parameters that are frozen when it is made have no state and never move; those without a
-    gradient are left alone in that step. AdamW's and its relatives' weight decay is for matrices:
-    a norm's weights are not better for being small.
+    Parameters that are frozen when it is created have no state and are never updated; those without
+    a gradient are not updated in that step. Weight decay applies to matrices, not to vectors such
+    as the weights of a norm.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Optimiser:
         config: OptimiserConfig,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        """`process_group`: ranks with the same parameters and gradients (DDP), to share work."""
+        """`process_group`: ranks with the same parameters and gradients (DDP), to split work."""
         self.config = config
         self.names: dict[Tensor, str] = {}
         self.members: dict[str, Optimizer] = {}
@@ -92,7 +91,7 @@ class Optimiser:
             member.zero_grad(set_to_none=True)
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the last step; before the first, what the configuration says."""
+        """Learning rates of the last step; before the first, those of the configuration."""
         return {kind: member.param_groups[0]["lr"] for kind, member in self.members.items()}
 
     def tensors(self) -> dict[str, Tensor]:
