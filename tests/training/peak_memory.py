@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from parcae.data.tokenizer import Tokenizer
-from parcae.training.corpora import prepare_corpora
+from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
 from parcae.training.memory_estimate import estimate_memory
@@ -42,7 +42,8 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
         }
     )
     with open_workers(recipe.run) as workers:
-        corpora = prepare_corpora(recipe, folder / "run", lambda _: None)
+        prepare_corpora(recipe, folder / "run", lambda _: None)
+        corpora = open_corpora(recipe, folder / "run")
         before = status("VmRSS")
         learner = Learner(recipe, workers, corpora)
         learner.take_step(0.0)

@@ -336,7 +336,7 @@ def command(words, rank, size, port, log):
 @pytest.mark.parametrize(
     ("changes", "messages"),
     [
-        ({"data": {"global_batch": 3, "micro_batch": 1}}, ["cannot be shared evenly by 2"] * 2),
+        ({"data": {"global_batch": 3, "micro_batch": 1}}, ["cannot be divided evenly among 2"] * 2),
         ({"data": {"sources": ["none.txt"]}}, ["none.txt: no such file", "another process"]),
     ],
 )

@@ -7,8 +7,8 @@ FSDP2: prelude, loop, coda and the rest are a unit each. The loop is one module 
 all loops, and it is not resharded in between: its weights are gathered once per micro-step,
 backward included, and ranks may loop different numbers of times.
 
-The second half of the module are helpers for optimisers, for parameters of which every rank holds
-some rows (DTensor). For plain tensors they return what they were given.
+The helpers for optimisers at the end work on parameters of which every rank holds some rows
+(DTensor); plain tensors they return unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Workers:
         return self.rank == 0
 
     def wrap(self, model: LanguageModel) -> nn.Module:
-        """What the training step calls instead of the model."""
+        """The module that a training step calls: the model, or one that reduces its gradients."""
         return model
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
@@ -67,6 +67,7 @@ class Workers:
         yield
 
     def full_norm(self, norm: Tensor) -> Tensor:
+        """A gradient norm, which FSDP2 returns sharded, as a plain tensor."""
         return norm
 
     def gather(self, values: Tensor) -> Tensor:
@@ -74,6 +75,7 @@ class Workers:
         return values.cpu()[None]
 
     def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process."""
         return flag
 
     def barrier(self) -> None:
@@ -86,6 +88,8 @@ class Workers:
 
 
 class ProcessGroupWorkers(Workers):
+    """Several processes in the default process group of `torch.distributed`."""
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
