@@ -33,7 +33,7 @@ class Bundle:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Bundles of one shape are computed alike."""
+        """Bundles of one shape are computed together."""
         return (len(self.shared), *map(len, self.branches))
 
     @property
@@ -80,7 +80,7 @@ def bundles(prompt: Prompt) -> Iterator[tuple[Bundle, list[list[int]]]]:
                 yield Bundle(tokens, ((),)), [alternatives]
 
 
-class Kept:
+class LayerKV:
     """Keys and values of the current layer."""
 
     k: Tensor
@@ -91,17 +91,17 @@ class Scratch:
     """Takes the place of the cache of decoding: the keys and values of one layer suffice."""
 
     def __init__(self, layout: Layout) -> None:
-        kept = Kept()
-        self.prelude_layers = [kept] * layout.prelude_layers
-        self.coda_layers = [kept] * layout.coda_layers
-        self._core_layers = [kept] * layout.core_layers
+        kv = LayerKV()
+        self.prelude_layers = [kv] * layout.prelude_layers
+        self.coda_layers = [kv] * layout.coda_layers
+        self._core_layers = [kv] * layout.core_layers
 
-    def core_layers(self, loop: int) -> list[Kept]:
+    def core_layers(self, loop: int) -> list[LayerKV]:
         return self._core_layers
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
+class SameShape:
     """Bundles of one shape, next to each other."""
 
     start: int
@@ -132,15 +132,15 @@ class Branches:
         self.positions = [position for bundle in bundles for position in bundle.positions]
         self.id_tensor = torch.tensor(self.ids, device=device)
         self.position_tensor = torch.tensor(self.positions, device=device)
-        self._alike = list(_alike(bundles, device))
+        self._groups = list(_same_shape(bundles, device))
 
-    def write_kv(self, kept: Kept, k_NKE: Tensor, v_NKE: Tensor) -> None:
-        kept.k, kept.v = k_NKE, v_NKE
+    def write_kv(self, kv: LayerKV, k_NKE: Tensor, v_NKE: Tensor) -> None:
+        kv.k, kv.v = k_NKE, v_NKE
 
-    def attend(self, q_NHE: Tensor, kept: Kept, scale: float | None = None) -> Tensor:
+    def attend(self, q_NHE: Tensor, kv: LayerKV, scale: float | None = None) -> Tensor:
         out = torch.empty_like(q_NHE)
-        for group in self._alike:
-            q, k, v = group.part(q_NHE), group.part(kept.k), group.part(kept.v)
+        for group in self._groups:
+            q, k, v = group.part(q_NHE), group.part(kv.k), group.part(kv.v)
             group.attend(group.part(out), q, k, v, scale)
         return out
 
@@ -151,11 +151,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _alike(bundles: Sequence[Bundle], device: torch.device) -> Iterator[Alike]:
+def _same_shape(bundles: Sequence[Bundle], device: torch.device) -> Iterator[SameShape]:
     start = 0
     for shape, group in groupby(bundles, key=lambda bundle: bundle.shape):
         count, size = len(list(group)), sum(shape)
-        yield Alike(start, count, size, shape[0], _mask(shape, device))
+        yield SameShape(start, count, size, shape[0], _mask(shape, device))
         start += count * size
 
 
