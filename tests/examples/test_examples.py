@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import runpy
 import sys
@@ -12,7 +15,6 @@ import pytest
 import parcae
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 def run(name: str, *arguments: object) -> None:
@@ -25,13 +27,57 @@ def run(name: str, *arguments: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
-    """A run of train_from_python.py, which the other scripts continue from."""
-    out = tmp_path_factory.mktemp("examples") / "run"
-    from parcae.cli import main
+def source(tmp_path_factory) -> Path:
+    """A folder of small text files."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(100):
+        lines = (f"def add_{number}_{n}(a):\n    return a + {n}\n\n" for n in range(30))
+        (folder / f"{number}.txt").write_text("".join(lines))
+    return folder
 
-    main(["train", str(ROOT / "recipes/smoke.toml"), "--budget.steps", "2", "--out", str(out)])
-    return out
+
+@pytest.fixture(scope="module")
+def training(source, tmp_path_factory) -> tuple[Path, str]:
+    """The run of train_from_python.py, which other scripts open, and what the script printed."""
+    out = tmp_path_factory.mktemp("examples") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        run("train_from_python.py", "--source", source, "--out", out, "--steps", 2)
+    return out, output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def trained(training) -> Path:
+    return training[0]
+
+
+def test_every_script_is_tested():
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    scripts = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    assert len(scripts) == 5
+    assert [name for name in scripts if f'"{name}"' not in tests] == []
+
+
+@pytest.mark.slow
+def test_train_from_python(training):
+    lines = training[1].splitlines()
+    losses = [
+        float(line.split()[4]) for line in lines if "held-out loss" in line and "nats" in line
+    ]
+    assert len(losses) == 4
+    assert all(0 < loss < 8 for loss in losses)
+    texts = [line for line in lines if re.match(r"\d loops: ['\"]", line)]
+    assert [line[0] for line in texts] == ["1", "2", "4", "8"]
+
+
+@pytest.mark.slow
+def test_small_sweep(source, tmp_path, capfd):
+    out = tmp_path / "sweep"
+    run("small_sweep.py", "--source", source, "--out", out, "--flops", 1e9, "--workers", 2)
+    output = capfd.readouterr().out
+    assert re.findall(r"^(\w) = \S+ \(90 % interval", output, re.MULTILINE) == list("EXxYy")
+    assert "with twice the largest budget: tokens" in output
+    laws = json.loads((out / "fit" / "fit.json").read_text())
+    assert laws["models"]
 
 
 @pytest.mark.slow
@@ -51,7 +97,7 @@ def test_look_at_every_loop(trained, capfd):
 @pytest.mark.slow
 def test_fine_tune(trained, tmp_path, capfd):
     text, out = tmp_path / "text.txt", tmp_path / "tuned"
-    text.write_text("def add(a, b):\n    return a + b\n" * 400)
+    text.write_text("class Reader:\n    def read(self):\n        return self.path\n" * 400)
     run("fine_tune.py", trained, text, "--out", out, "--steps", 3, "--learning-rate", 1e-3)
     lines = capfd.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["1", "2", "4", "8"]
