@@ -116,6 +116,14 @@ class Parser(argparse.ArgumentParser):
             arguments.parser = self
         return arguments, unknown
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Raise ConfigError, one line without the usage, for a value that its `type` refuses."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            name = "/".join(action.option_strings) or str(action.metavar or action.dest)
+            raise ConfigError(f"{name}: {error.message}") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
