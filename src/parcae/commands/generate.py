@@ -151,7 +151,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="use the run's checkpoint with the lowest validation loss (default: the newest)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object (default: text as it is made)"
+        "--json",
+        action="store_true",
+        help="print one JSON object (default: stream the text)",
     )
     parser.set_defaults(run=run, takes_settings=True)
 

@@ -34,7 +34,7 @@ SMALLEST_CAPACITY = 64
 
 @dataclass(frozen=True)
 class Policy:
-    """Which slot of a core layer belongs to which loop."""
+    """Which slot of a core layer each loop uses."""
 
     kind: str
     slots: int | None

@@ -116,13 +116,12 @@ class Engine:
         `loops`: loops per token; the default is the mean of training.
         `exit`: when a token may stop earlier, such as "state:0.1", "kl:0.01", "budget:4" or a rule
         of `register_exit_rule`.
-        `draft_loops`, `draft_tokens`: speculative decoding with drafts of so many loops and tokens;
-        0 loops is none.
+        `draft_loops`, `draft_tokens`: loops and tokens of speculative drafts; 0 loops is none.
         `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`: how
         tokens are sampled.
         `stop`: strings that end the text. `stop_tokens`: token ids that end it; the default is the
         tokenizer's BOS, which starts the next document, and none without a tokenizer.
-        `logprobs`: return log-probabilities of each token and of so many likeliest tokens.
+        `logprobs`: return log-probabilities of each token and of this many likeliest ones.
         """
         plan = DepthPlan(
             loops=self.config.loop.nominal_loops if loops is None else loops,

@@ -8,8 +8,8 @@
 cost of a shallow core. To make it cheaper, only the first prediction covers the whole vocabulary;
 later ones cover the `CANDIDATES` tokens that were likeliest then.
 
-`register_exit_rule` adds a rule by name. A token that exits stands still: see `Cache.settle`.
-Prompts are read at full depth.
+`register_exit_rule` adds a rule by name. Later tokens attend to the last keys and values of a token
+that stopped early: see `Cache.settle`. Prompts are read at full depth.
 """
 
 from __future__ import annotations

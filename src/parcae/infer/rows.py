@@ -15,7 +15,7 @@ from parcae.infer.request import DepthPlan, Request
 from parcae.infer.sequence import RunningSequence
 
 MIN_SHARED_PREFIX = 16
-"""A prompt with at least so many tokens in common with another waits until that one is read."""
+"""Common tokens at the start for which a prompt waits until another prompt is read."""
 
 
 class Rows:

@@ -101,9 +101,9 @@ def _filtered(probs: Tensor, sampling: Sampling) -> Tensor:
         ranked = ranked[: int((before < sampling.top_p).sum())]
     if sampling.min_p is not None:
         ranked = ranked[ranked >= sampling.min_p * ranked[0]]
-    kept = torch.zeros_like(probs)
-    kept[order[: len(ranked)]] = ranked / ranked.sum()
-    return kept
+    filtered = torch.zeros_like(probs)
+    filtered[order[: len(ranked)]] = ranked / ranked.sum()
+    return filtered
 
 
 def _rank(probs: Tensor, sampling: Sampling) -> Tensor:

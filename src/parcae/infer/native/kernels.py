@@ -52,8 +52,8 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-# The structures of layer.h and pass.cpp, field by field. The tensors behind the addresses must be
-# kept alive by whoever fills a structure.
+# The structures of layer.h and pass.cpp, field by field. Whoever fills a structure must keep the
+# tensors behind its addresses alive.
 
 
 class MatrixFields(ctypes.Structure):
