@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
+from parcae import cli
 from parcae.cli import main
 from parcae.presets import PRESETS
+from parcae.training.settings import TABLES, all_settings
 
 
 def test_presets_as_json(capsys):
@@ -70,13 +73,13 @@ def test_mistakes_end_in_one_line(capsys, arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"), [([], "commands:"), (["data"], "inspect"), (["tokenizer"], "train")]
+    ("arguments", "part"), [([], "commands:"), (["data"], "inspect"), (["tokenizer"], "train")]
 )
-def test_without_a_command_there_is_help(capsys, arguments, words):
+def test_without_a_command_there_is_help(capsys, arguments, part):
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("usage: " + " ".join(["parcae", *arguments]))
-    assert words in captured.out
+    assert part in captured.out
     assert not captured.err
 
 
@@ -105,14 +108,14 @@ def test_help_and_wrong_usage_need_no_torch():
     script = f"""
 import sys
 from parcae.cli import main
-for words, code in {WITHOUT_TORCH}.items():
+for line, expected in {WITHOUT_TORCH}.items():
     try:
-        found = main(words.split())
+        code = main(line.split())
     except SystemExit as end:
-        found = end.code
-    assert found == code, words
+        code = end.code
+    assert code == expected, line
     for heavy in ("torch", "numpy", "matplotlib", "tokenizers"):
-        assert heavy not in sys.modules, f"{{words}} imports {{heavy}}"
+        assert heavy not in sys.modules, f"{{line}} imports {{heavy}}"
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -140,23 +143,19 @@ def test_a_closed_pipe_is_no_error():
 def test_demo(tmp_path, capsys):
     small = ["--budget.steps", "6", "--run.sample_tokens", "4", "--run.validation_rows", "4"]
     assert main(["demo", "--out", str(tmp_path), *small]) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert (tmp_path / "looping.png").stat().st_size > 20_000
     assert (tmp_path / "report" / "report.html").stat().st_size > 100_000
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
-    for words in ("1 loop ", "8 loops", "Look at", "Try next", "validation loss"):
-        assert words in said
+    for part in ("1 loop ", "8 loops", "Look at", "Try next", "validation loss"):
+        assert part in printed
     assert main(["demo", "--out", str(tmp_path)]) == 0
-    assert "holds a finished run" in capsys.readouterr().out
+    assert "is a finished run" in capsys.readouterr().out
 
 
 def all_parsers(parser=None):
     """Every parser of the command line, subcommands included."""
-    import argparse
-
-    from parcae import cli
-
     parser = cli.parser() if parser is None else parser
     yield parser
     for action in parser._actions:
@@ -167,8 +166,6 @@ def all_parsers(parser=None):
 
 @pytest.mark.parametrize("parser", [*all_parsers()], ids=lambda parser: parser.prog)
 def test_every_option_says_what_it_does_and_its_default(parser):
-    import argparse
-
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
@@ -183,8 +180,6 @@ def test_every_option_says_what_it_does_and_its_default(parser):
 
 
 def test_the_help_of_train_lists_every_setting(capsys):
-    from parcae.training.settings import TABLES, all_settings
-
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     printed = capsys.readouterr().out
@@ -195,5 +190,4 @@ def test_the_help_of_train_lists_every_setting(capsys):
         assert entry.help, entry.name
         assert any(line.startswith(f"    {entry.name} ") for line in lines), entry.name
     assert "mean_loops            8 " in printed
-    assert "optimiser]" in printed
     assert "kv_heads              - " in printed

@@ -189,7 +189,11 @@ def test_names_are_checked():
     ):
         assert part in str(error.value)
     assert "--import FILE" in str(error.value)
-    for name, message in (("diagonal", "built-in"), ("none", "built-in"), ("a b", "valid name")):
+    for name, message in (
+        ("diagonal", "built-in"),
+        ("none", "built-in"),
+        ("a b", "valid injection name"),
+    ):
         with pytest.raises(ConfigError, match=message):
             parcae.register_injection(name, LowRank)
     assert "low-rank" not in INJECTIONS

@@ -72,7 +72,7 @@ class Registry:
         notebook's cell is run twice; built-in names cannot be replaced."""
         if not re.fullmatch(r"[A-Za-z][\w.-]*", name):
             raise ConfigError(
-                f"{name!r}: not a valid name of an {self.kind}. Start with a letter; then use "
+                f"{name!r}: not a valid {self.kind} name. Start with a letter; then use "
                 "letters, digits, '-', '_' and '.'."
             )
         if name in self._builtin or name in self._reserved:
