@@ -110,7 +110,7 @@ def test_a_target_with_probability_zero_is_an_error():
 def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
     arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
     assert cli.main([*arguments, "--suite", ","]) == 2
-    assert "suite: none is given" in capsys.readouterr().err
+    assert "--suite: ',' is an empty list" in capsys.readouterr().err
     twice = ["--suite", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
     assert cli.main([*arguments, *twice]) == 0
     core = json.loads((tmp_path / "result.json").read_text())["suites"]["core"]

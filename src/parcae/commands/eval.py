@@ -31,8 +31,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--suite",
+        type=parse_list,
         nargs="+",
-        default=["val"],
+        default=[["val"]],
         metavar="NAME",
         help=f"one or several of {', '.join(SUITES)} (default: val)",
     )
@@ -116,7 +117,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    suites = [name for text in arguments.suite for name in parse_list(text)]
+    suites = [name for names in arguments.suite for name in names]
 
     from parcae import console
     from parcae.evaluation.run import default_folder, evaluate
