@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 
@@ -102,3 +103,46 @@ def test_no_table_is_cut_off_in_a_pipe(
 def test_a_dataset_nobody_knows(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown dataset"):
         run("data", "download", "fineweb", "--out", tmp_path)
+
+
+def test_a_tokenizer_says_what_the_document_cap_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "book.txt.gz"
+    text = " ".join(f"chapter{i}" for i in range(4000))
+    source.write_bytes(gzip.compress(text.encode()))
+    options = ("tokenizer", "train", source, "--size", "4000", "--out", tmp_path / "t.json")
+    assert run(*options) == 0
+    message = " ".join(capsys.readouterr().err.split())
+    cut = len(text) - 10_000
+    assert f"--document-cap 10000 cut {cut:,} (" in message
+    assert "from 1 of 1 documents" in message
+    assert "--document-cap 0 uses whole documents" in message
+    assert "Use more text" not in message
+
+    assert run(*options, "--document-cap", "0") == 0
+    assert "cut" not in capsys.readouterr().err
+
+
+def test_the_limit_of_characters_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--text-field", "body", "--size", "300", "--characters", "90")
+    source = folder / "texts.jsonl"
+    assert run("tokenizer", "train", source, "--out", tmp_path / "t.json", *options) == 0
+    message = " ".join(capsys.readouterr().err.split())
+    assert "after 90 characters, the limit of --characters" in message
+    assert "Raise --characters" in message
+
+
+def test_separated_texts_from_a_file_to_shards(tmp_path: Path) -> None:
+    source, vocabulary, out = tmp_path / "stories.txt", tmp_path / "t.json", tmp_path / "shards"
+    stories = [f"Story {i} is about {i % 5} loops.\n" for i in range(50)]
+    source.write_text("<|endoftext|>\n".join(stories))
+    separator = ("--separator", "<|endoftext|>")
+    assert run("tokenizer", "train", source, "--size", "300", "--out", vocabulary, *separator) == 0
+    options = ("--tokenizer", vocabulary, "--validation-fraction", "0", *separator)
+    assert run("data", "prepare", source, "--out", out, *options) == 0
+    documents = ShardedDocuments.open(out)
+    decode = documents.tokenizer().decode
+    assert [decode(documents.tokens(i)[1:]) for i in range(len(documents.lengths))] == stories

@@ -146,6 +146,7 @@ def plan_of(documents, **changes) -> SourcePlan:
     settings_ = config(**changes)
     return SourcePlan(
         name="documents",
+        order_key="documents",
         lengths=documents.lengths,
         capacity=settings_.row_tokens,
         buffer=settings_.buffer,
@@ -354,3 +355,19 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path):
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [[tuple(row) for row in line["rows"]] for line in lines] == expected
     assert len(steps_at_kill - {0, 400}) >= 5
+
+
+def test_the_order_follows_from_seed_and_documents_not_from_names():
+    first = Loader([Source(corpus(), name="0:books")], config())
+    renamed = Loader([Source(corpus(), name="3:texts")], config())
+    state = first.state_dict()
+    assert take(first, 20) == take(renamed, 20)
+    renamed.load_state_dict(state)
+    other = Loader([Source(corpus(seed=9), name="0:books")], config())
+    assert other._plans[0].order_key != first._plans[0].order_key
+
+
+def test_a_source_given_twice_is_shuffled_twice():
+    loader = Loader([Source(corpus(), name="a"), Source(corpus(), name="b")], config())
+    one, other = loader._plans
+    assert one.documents_of_block(0, 0).tolist() != other.documents_of_block(0, 0).tolist()

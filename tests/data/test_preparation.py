@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import torch
 from preparing import (
     FRACTION,
     Stopped,
@@ -35,6 +36,7 @@ from preparing import (
 from parcae.config import ConfigError
 from parcae.data import preparation as module
 from parcae.data import tokenizer as tokenizer_module
+from parcae.data.loader import Loader, LoaderConfig, Source
 from parcae.data.preparation import Update, content_key, prepare, split_of, write_shards
 from parcae.data.readers import Document, ReadPosition
 from parcae.data.shards import InMemoryDocuments, ShardedDocuments, ShardWriter
@@ -384,3 +386,19 @@ def test_the_split_depends_on_the_text_alone() -> None:
     assert held_out < {text for text in texts if split_of(text, 0.1) == "validation"}
     assert not [text for text in texts if split_of(text, 0.0) == "validation"]
     assert content_key("a") == content_key("a") != content_key("b")
+
+
+def test_a_renamed_source_folder_gives_the_same_order(tmp_path: Path) -> None:
+    """The shards name their sources, so their checksums differ; the rows must not."""
+    batches = []
+    for name in ("books", "texts"):
+        (tmp_path / name).mkdir()
+        for i in range(40):
+            (tmp_path / name / f"{i:02d}.txt").write_text(f"Text {i} " * (i + 1))
+        out = tmp_path / f"{name}-shards"
+        tokenizer = Tokenizer.train([f"Text {i} " for i in range(40)], 270)
+        prepare([tmp_path / name], tokenizer, out, validation_fraction=0.0)
+        config = LoaderConfig(context_length=15, global_batch=4, prefetch=0)
+        with Loader([Source(ShardedDocuments.open(out), name=name)], config) as loader:
+            batches.append(torch.cat([next(loader).inputs for _ in range(10)]))
+    assert torch.equal(*batches)

@@ -14,7 +14,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parcae.config import ConfigError
 from parcae.data import readers
+from parcae.data.compression import open_compressed
 from parcae.data.readers import ReadOptions, ReadPosition, bytes_read, read_documents
 from parcae.data.sources import find_files
 from parcae.files import FileError
@@ -214,7 +216,7 @@ def test_repetitive_zstandard_is_unpacked_piece_by_piece(tmp_path: Path) -> None
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstandard.compress(b" " * (1 << 28)))
     assert path.stat().st_size < 1 << 14
-    with readers._open(path) as (stream, _):
+    with open_compressed(path) as (stream, _):
         assert len(stream.read(1)) == 1
         assert len(stream.raw._output) <= 1 << 24  # type: ignore[attr-defined]
 
@@ -253,3 +255,49 @@ def test_records_beyond_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         path = write_records(tmp_path / name, ["x" * (1 << 21)])
         with pytest.raises(FileError, match=r"longer than 1 MiB\. Split it"):
             texts_of(path)
+
+
+def test_a_separator_line_splits_documents_and_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\nmore\n<|endoftext|>\r\ntwo <|endoftext|> here\n <|endoftext|> \n\n")
+    expected = ["one\nmore\n", "two <|endoftext|> here\n"]
+    assert texts_of(path, separator="<|endoftext|>") == expected
+    files = find_files([path])
+    later = read_documents(files, ReadOptions(separator="<|endoftext|>"), ReadPosition(0, 1))
+    assert [document.text for document in later] == expected[1:]
+    assert texts_of(path, separator="<|endoftext|>", document_start="^more") == [
+        "one\n",
+        "more\n",
+        expected[1],
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="#a \n", max_size=60))
+def test_a_separator_splits_like_a_regular_expression(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    if not text:
+        return
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    parts = re.split(r"(?m)^ *# *(?:\n|\Z)", text)
+    oracle = [part for part in parts if part.strip()]
+    if "#" in text and len(parts) == 1:
+        with pytest.raises(FileError, match="inside a line"):
+            texts_of(path, separator="#")
+    elif oracle:
+        assert texts_of(path, separator="#") == oracle
+
+
+def test_a_separator_inside_lines_only_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("zero\none<|endoftext|>two\n")
+    with pytest.raises(FileError, match=r"a\.txt, line 2: '<\|endoftext\|>' is inside a line"):
+        texts_of(path, separator="<|endoftext|>")
+
+
+@pytest.mark.parametrize("separator", ["", "  ", "a\nb"])
+def test_a_separator_is_one_line(separator: str) -> None:
+    with pytest.raises(ConfigError, match="separator: .* not one line"):
+        ReadOptions(separator=separator)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parcae.training import trainer
+from parcae.training import distributed, trainer
 from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
@@ -196,3 +198,21 @@ def test_the_first_process_may_do_more_alone(rows, tmp_path):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["status"] == "finished"
     assert len(result["samples"]) > 2
+
+
+def go_slowly(recipe, out):
+    distributed.TIMEOUT, distributed.POLL_SECONDS = timedelta(seconds=2), 0.1
+    real = trainer.prepare_corpora
+
+    def prepare(*arguments):
+        time.sleep(6)
+        real(*arguments)
+
+    trainer.prepare_corpora = prepare
+    train(recipe, out)
+
+
+def test_the_others_wait_for_the_data_longer_than_for_a_collective(tmp_path):
+    recipe = runs.recipe(runs.write_text(tmp_path), data={"global_batch": 8}, budget={"steps": 1})
+    together(2, go_slowly, recipe, tmp_path / "run")
+    assert len(runs.curve(tmp_path / "run")) == 1

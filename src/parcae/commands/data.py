@@ -43,7 +43,13 @@ def add_read_options(parser: argparse.ArgumentParser) -> None:
         "--document-start",
         metavar="REGEX",
         help="in text files, start a new document at each line that matches this regular "
-        "expression (default: one document per file)",
+        "expression (default: none, one document per file)",
+    )
+    parser.add_argument(
+        "--separator",
+        metavar="LINE",
+        help="in text files, a line equal to this, such as '<|endoftext|>', separates documents "
+        "and is dropped (default: none)",
     )
     parser.add_argument(
         "--encoding-errors",
@@ -60,6 +66,7 @@ def read_options(arguments: argparse.Namespace) -> ReadOptions:
     return ReadOptions(
         text_field=arguments.text_field,
         document_start=arguments.document_start,
+        separator=arguments.separator,
         encoding_errors=arguments.encoding_errors,
     )
 

@@ -55,6 +55,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="file of held-out texts for val (default: the rows that the run holds out)",
     )
     parser.add_argument(
+        "--separator",
+        metavar="LINE",
+        help="line that separates the documents of a text file given by --val-data, such as "
+        "'<|endoftext|>'; it is dropped (default: none, one document)",
+    )
+    parser.add_argument(
         "--limit", type=int, metavar="N", help="score at most N items of each task (default: all)"
     )
     parser.add_argument(
@@ -131,6 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
             out=arguments.out or default_folder(arguments.checkpoint),
             data=arguments.eval_data,
             val_data=arguments.val_data,
+            separator=arguments.separator,
             limit=arguments.limit,
             seeds=arguments.seeds,
             baselines=arguments.baselines,

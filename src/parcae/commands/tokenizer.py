@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parcae import console
 from parcae.commands.data import add_read_options, byte_progress, read_options
+
+if TYPE_CHECKING:
+    from parcae.data.tokenizer_training import TextUse
 
 
 def register(subparsers: Any) -> None:
@@ -53,6 +56,7 @@ def _register_train(actions: Any) -> None:
 def run_train(arguments: argparse.Namespace) -> int:
     from parcae.data.tokenizer_training import train_tokenizer
 
+    uses: list[TextUse] = []
     with byte_progress() as report:
         tokenizer = train_tokenizer(
             arguments.sources,
@@ -61,16 +65,37 @@ def run_train(arguments: argparse.Namespace) -> int:
             document_cap=arguments.document_cap,
             options=read_options(arguments),
             report=report,
+            report_use=uses.append,
         )
     tokenizer.save(arguments.out)
+    (use,) = uses
     size, digest = tokenizer.vocab_size, tokenizer.sha256[:12]
     console.print_text(f"{arguments.out}: {size:,} entries, sha256 {digest}")
-    if tokenizer.vocab_size < arguments.size:
-        console.err.print(
-            f"The text yields only {tokenizer.vocab_size:,} of {arguments.size:,} entries. "
-            "Use more text, or a smaller --size."
-        )
+    for line in _use_notes(use, tokenizer.vocab_size, arguments.size, arguments.characters):
+        console.print_text(line, console=console.err)
     return 0
+
+
+def _use_notes(use: TextUse, entries: int, size: int, characters: float) -> list[str]:
+    """What the limits cut of the text, and what to do where it was too little."""
+    notes, remedy = [], "Use more text, or a smaller --size."
+    if use.characters_cut:
+        share = use.characters_cut / (use.characters + use.characters_cut)
+        notes.append(
+            f"Trained on {use.characters:,} characters: --document-cap {use.document_cap} cut "
+            f"{use.characters_cut:,} ({share:.1%}), from {use.documents_cut:,} of {use.documents:,} "
+            "documents. --document-cap 0 uses whole documents; --separator and --document-start "
+            "split a file into documents."
+        )
+        remedy = "Use --document-cap 0, or a smaller --size."
+    if use.ended_early:
+        notes.append(
+            f"Reading ended after {use.characters:,} characters, the limit of --characters."
+        )
+        remedy = remedy if use.characters_cut else "Raise --characters, or use a smaller --size."
+    if entries < size:
+        notes.append(f"The text used yields only {entries:,} of {size:,} entries. {remedy}")
+    return notes
 
 
 def _register_eval(actions: Any) -> None:

@@ -245,6 +245,7 @@ def _length_bins(lengths: np.ndarray) -> np.ndarray:
 def _plan(documents: Documents, context: int, method: Method) -> SourcePlan:
     return SourcePlan(
         name="documents",
+        order_key="documents",
         lengths=documents.lengths,
         capacity=context + 1,
         buffer=BUFFER_DOCUMENTS,

@@ -25,12 +25,20 @@ import numpy as np
 import torch
 
 from parcae.config import ConfigError, require
-from parcae.data.order import LoaderPosition, PlannedStep, SourcePlan, SourcePosition, plan_steps
+from parcae.data.order import (
+    LoaderPosition,
+    PlannedStep,
+    SourcePlan,
+    SourcePosition,
+    order_keys,
+    plan_steps,
+)
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
 from parcae.data.shards import Documents, SplitDocuments
 from parcae.schema import Settings, setting
 
-STATE_VERSION = 1
+STATE_VERSION = 2
+"""2: the order of documents follows from their lengths, not from the name of their source."""
 STATE_REMEDY = "Use what state_dict() returned, or another checkpoint."
 T = TypeVar("T")
 
@@ -93,10 +101,12 @@ class Loader:
             _documents_as_packed(source.documents, config.row_tokens, config.split_long)
             for source in sources
         ]
+        keys = order_keys([source.documents.lengths for source in sources])
         self._rank, self._world_size = rank, world_size
         self._plans = tuple(
             SourcePlan(
                 name=source.name,
+                order_key=order_key,
                 lengths=documents.lengths,
                 capacity=config.row_tokens,
                 buffer=config.buffer,
@@ -104,7 +114,7 @@ class Loader:
                 method=config.packing,
                 seed=config.seed,
             )
-            for source, documents in zip(sources, self._documents, strict=True)
+            for source, documents, order_key in zip(sources, self._documents, keys, strict=True)
         )
         self._identity = _identity(sources, config)
         self._stream: Iterator[tuple[Batch, LoaderPosition]] | None = None
@@ -245,7 +255,7 @@ def _check_sources(sources: Sequence[Source]) -> None:
         len(set(names)) == len(names),
         "data.sources",
         f"names are not unique: {', '.join(names)}",
-        "Give each source its own name; it identifies the source in the shuffle and the state.",
+        "Give each source its own name, which messages use.",
     )
     for source in sources:
         is_number = isinstance(source.weight, Real) and not isinstance(source.weight, bool)
@@ -286,8 +296,8 @@ def _identity(sources: Sequence[Source], config: LoaderConfig) -> dict[str, Any]
         "version": STATE_VERSION,
         **settings,
         "sources": [
-            {"name": s.name, "weight": _plain_weight(s), "fingerprint": s.documents.fingerprint}
-            for s in sources
+            {"weight": _plain_weight(source), "fingerprint": source.documents.fingerprint}
+            for source in sources
         ],
     }
 
@@ -343,15 +353,23 @@ def read_state(
     state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
 ) -> LoaderPosition:
     """The position in a state that has this identity; `blocks` is the blocks of each source."""
+    version = _entry(state, "version")
+    require(
+        version == STATE_VERSION,
+        "loader state, version",
+        f"{version!r}, but this version of parcae reads {STATE_VERSION}: documents came in another "
+        "order",
+        "Continue with the version that saved it, or start a new run.",
+    )
     for name, mine in identity.items():
         if name != "sources":
             _require_same(name, _entry(state, name), mine)
     sources = _entry(state, "sources")
     require(isinstance(sources, list), "loader state, sources", "not a list", STATE_REMEDY)
     _require_same("number of sources", len(sources), len(identity["sources"]))
-    for source, expected in zip(sources, identity["sources"], strict=True):
+    for number, (source, expected) in enumerate(zip(sources, identity["sources"], strict=True)):
         for name, mine in expected.items():
-            _require_same(f"{name} of source {expected['name']}", _entry(source, name), mine)
+            _require_same(f"{name} of source {number}", _entry(source, name), mine)
     position = LoaderPosition(
         _count(state, "step"),
         tuple(

@@ -1,6 +1,7 @@
 """The order in which rows are read: shuffled documents, packed blocks, a mixture of sources.
 
-An epoch is a permutation of a source's documents, keyed by (seed, source, epoch). It is cut into
+An epoch is a permutation of a source's documents, keyed by (seed, source, epoch), where the source
+is identified by its content (`order_key`), never by a name or a path. It is cut into
 blocks of about `block_documents` documents; each block is packed separately, so it is a pure
 function of (seed, epoch, block), and a position in a source is three numbers. Best fit packs the
 long documents of its buffer first, so the rows of a block are shuffled too: otherwise the length
@@ -105,6 +106,19 @@ def next_sources(weights: Sequence[int], rows_given: Sequence[int], rows: int) -
     return chosen
 
 
+def order_keys(lengths_of_sources: Sequence[np.ndarray]) -> list[str]:
+    """What identifies each source in the shuffle: its number of documents and their lengths.
+
+    So the order follows from the seed and the documents, whatever their folder, their shards and
+    the other sources are. A source that is given twice is shuffled differently each time.
+    """
+    digests = [
+        hashlib.sha256(np.ascontiguousarray(lengths, "<i8").tobytes()).hexdigest()
+        for lengths in lengths_of_sources
+    ]
+    return [f"{digest}, {digests[:i].count(digest)}" for i, digest in enumerate(digests)]
+
+
 class SourcePosition(NamedTuple):
     """The next row of a source, and totals of what was read before."""
 
@@ -127,6 +141,9 @@ class SourcePlan:
     """The rows of a source in order, computed without reading tokens."""
 
     name: str
+    """For messages."""
+    order_key: str
+    """Identifies the source in the shuffle; see `order_keys`."""
     lengths: np.ndarray
     capacity: int
     buffer: int
@@ -152,7 +169,9 @@ class SourcePlan:
         """The shuffled documents of a block."""
         count = len(self.lengths)
         start, end = (block * count // self.blocks, (block + 1) * count // self.blocks)
-        return permute(np.arange(start, end), count, key(self.seed, self.name, "documents", epoch))
+        return permute(
+            np.arange(start, end), count, key(self.seed, self.order_key, "documents", epoch)
+        )
 
     def block(self, epoch: int, block: int) -> Packing:
         """The packed block; its segments refer to documents of the source."""
@@ -163,7 +182,7 @@ class SourcePlan:
     def row_order(self, epoch: int, block: int, rows: int) -> list[int]:
         """The order in which the rows of a block are read."""
         return permute(
-            np.arange(rows), rows, key(self.seed, self.name, "rows", epoch, block)
+            np.arange(rows), rows, key(self.seed, self.order_key, "rows", epoch, block)
         ).tolist()
 
     def rows(self, position: SourcePosition) -> Iterator[PlannedRow]:

@@ -329,7 +329,7 @@ def _identity(work: Preparation, digests: FileDigests) -> str:
         "sources": _sources(work, digests),
         "validation_fraction": work.corpus.validation_fraction,
         "shard_tokens": work.shard_tokens,
-        "reading": vars(work.corpus.options),
+        "reading": work.corpus.options.identity,
     }
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 

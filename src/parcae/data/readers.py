@@ -3,8 +3,8 @@
     for document in read_documents(files, ReadOptions(text_field="content")):
         document.text
 
-A text file holds one document, or one from each line that matches `document_start`; JSON lines
-and Parquet hold one per record. Files are streamed, so memory does not grow with their size. The
+A text file holds one document, or one from each line that matches `document_start`, or those that
+lines equal to `separator` separate; JSON lines and Parquet hold one per record. Files are streamed, so memory does not grow with their size. The
 order is fixed, and a `ReadPosition` says where to continue. Text that is not valid UTF-8 is an
 error that names the file and the line or row, or is replaced if the options say so.
 """
@@ -17,7 +17,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import IO, Any, Literal, NamedTuple
 import zstandard
 
 from parcae.config import ConfigError
+from parcae.data.compression import open_compressed
 from parcae.files import FileError, reading
 
 Format = Literal["text", "json-lines", "parquet", "python", "topics"]
@@ -44,8 +44,6 @@ LONGEST_TEXT = 1 << 23
 """Characters. The rest of a longer text file is read as further documents."""
 LONGEST_RECORD_BYTES = 3 << 24
 PARQUET_BATCH_BYTES = 1 << 22
-ZSTANDARD_PIECE_BYTES = 512
-"""Compressed bytes decoded at once; a block of 4 bytes can hold 128 KiB, so at most 16 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +54,9 @@ class ReadOptions:
     """JSON key or Parquet column that holds the text."""
     document_start: str | None = None
     """In text files, a line that matches this regular expression starts a new document."""
+    separator: str | None = None
+    """In text files, a line equal to this, such as `<|endoftext|>`, ends a document and is dropped;
+    spaces around it do not matter."""
     encoding_errors: Literal["strict", "replace"] = "strict"
     """Bytes that are not UTF-8 are an error, or become U+FFFD."""
 
@@ -67,6 +68,16 @@ class ReadOptions:
                 f"document_start: {self.document_start!r} is not a valid regular expression "
                 f"({error})."
             ) from None
+        if self.separator is not None and len(self.separator.strip().splitlines()) != 1:
+            raise ConfigError(
+                f"separator: {self.separator!r} is not one line of text. Give the line that "
+                "separates documents, such as <|endoftext|>."
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The options by name, without an unset separator: shards from before it stay valid."""
+        return {name: v for name, v in vars(self).items() if name != "separator" or v is not None}
 
 
 @dataclass(frozen=True)
@@ -178,31 +189,49 @@ def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
 
 def _read_text(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
     starts = re.compile(options.document_start).search if options.document_start else None
-    with _open(path) as (stream, fraction_read):
+    with open_compressed(path) as (stream, fraction_read):
         text = io.TextIOWrapper(stream, "utf-8-sig", errors=options.encoding_errors, newline="")
-        for number, document in enumerate(_join_lines(text, starts)):
+        for number, document in enumerate(_join_lines(path, text, starts, options.separator)):
             if number >= skip:
                 yield Record(document, fraction_read())
 
 
-def _join_lines(text: IO[str], starts: Callable[[str], Any] | None) -> Iterator[str]:
+def _join_lines(
+    path: Path, text: IO[str], starts: Callable[[str], Any] | None, separator: str | None
+) -> Iterator[str]:
+    """The documents of a text file; what is blank between two separators is none."""
+    mark = None if separator is None else separator.strip()
     lines: list[str] = []
-    characters = 0
+    characters = number = inside = 0
+    separated = False
     while line := text.readline(LONGEST_TEXT):
+        number += 1
+        is_separator = mark is not None and line.strip() == mark
         is_start = starts is not None and starts(line.rstrip("\r\n"))
-        if lines and (is_start or characters + len(line) > LONGEST_TEXT):
-            yield "".join(lines)
+        if lines and (is_separator or is_start or characters + len(line) > LONGEST_TEXT):
+            if mark is None or any(not kept.isspace() for kept in lines):
+                yield "".join(lines)
             lines, characters = [], 0
+        if is_separator:
+            separated = True
+            continue
+        if mark is not None and not inside and mark in line:
+            inside = number
         lines.append(line)
         characters += len(line)
-    if lines:
+    if inside and not separated:
+        raise FileError(
+            f"{path}, line {inside}: {mark!r} is inside a line, and no line consists of it alone. "
+            "Put the separator on lines of its own, or omit it."
+        )
+    if lines and (mark is None or any(not kept.isspace() for kept in lines)):
         yield "".join(lines)
 
 
 def _read_json_lines(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
     seen = 0
     number = 0
-    with _open(path) as (stream, fraction_read):
+    with open_compressed(path) as (stream, fraction_read):
         while line := stream.readline(LONGEST_RECORD_BYTES):
             number += 1
             location = f"{path}, line {number}"
@@ -358,50 +387,3 @@ READERS: dict[Format, Callable[[Path, ReadOptions, int], Iterator[Record]]] = {
     "python": _read_python,
     "topics": _read_topics,
 }
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
-    """The decompressed content, and a function for the fraction of the file that was read."""
-    size = path.stat().st_size
-    with ExitStack() as stack:
-        file = stack.enter_context(path.open("rb", buffering=0))
-        raw: Any = file
-        if path.suffix == ".gz":
-            raw = stack.enter_context(gzip.GzipFile(fileobj=file))
-        elif path.suffix == ".zst":
-            raw = _ZstandardStream(file)
-        yield io.BufferedReader(raw, 1 << 20), lambda: file.tell() / size
-
-
-class _ZstandardStream(io.RawIOBase):
-    """Decompress zstandard; unlike the library's stream, fail if the file is truncated.
-
-    Input is decoded in small pieces, because a few bytes can decompress to many.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self._frame: Any = None
-        self._input = memoryview(b"")
-        self._output = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._output:
-            self._input = self._input or memoryview(self._file.read(1 << 16))
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the last frame is not complete")
-                return 0
-            piece = self._input[:ZSTANDARD_PIECE_BYTES]
-            frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
-            self._output = memoryview(frame.decompress(piece))
-            self._input = self._input[len(piece) - len(frame.unused_data) :]
-            self._frame = None if frame.eof else frame
-        size = min(len(target), len(self._output))
-        target[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size

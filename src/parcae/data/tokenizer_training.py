@@ -25,6 +25,21 @@ def _no_report(_activity: str, _done: float, _total: float) -> None:
     pass
 
 
+@dataclass
+class TextUse:
+    """How much of the texts a tokenizer is trained on; counted while they are read."""
+
+    document_cap: int
+    documents: int = 0
+    characters: int = 0
+    """Of the texts that are used."""
+    documents_cut: int = 0
+    characters_cut: int = 0
+    """Beyond `document_cap`, in the documents that were read."""
+    ended_early: bool = False
+    """Whether the limit of all characters was reached."""
+
+
 def train_tokenizer(
     sources: Sequence[str | Path],
     size: int = 32_768,
@@ -33,11 +48,13 @@ def train_tokenizer(
     document_cap: int = DOCUMENT_CAP,
     options: ReadOptions | None = None,
     report: Report = _no_report,
+    report_use: Callable[[TextUse], None] = lambda _use: None,
 ) -> Tokenizer:
     """Train a tokenizer on files, folders, globs or `builtin`.
 
     `size` is the number of entries, special tokens included. At most `characters` characters are
     read, of each document at most the first `document_cap`; 0 means the whole document.
+    `report_use` is called once, with what these limits left of the text.
     """
     files = find_files(sources)
     total = sum(file.bytes for file in files)
@@ -48,15 +65,23 @@ def train_tokenizer(
             report("reading", read_until(document), total)
             yield document.text
 
-    return Tokenizer.train(
-        limit_characters(texts(), characters, document_cap),
+    use = TextUse(document_cap)
+    tokenizer = Tokenizer.train(
+        limit_characters(texts(), characters, document_cap, use),
         size,
         on_merge=lambda: report("merging", total, total),
     )
+    report_use(use)
+    return tokenizer
 
 
-def limit_characters(texts: Iterable[str], characters: float, document_cap: int) -> Iterator[str]:
-    """The first `document_cap` characters of each text (0: all of it), `characters` in total."""
+def limit_characters(
+    texts: Iterable[str], characters: float, document_cap: int, use: TextUse | None = None
+) -> Iterator[str]:
+    """The first `document_cap` characters of each text (0: all of it), `characters` in total.
+
+    `use` counts what is used and what is cut.
+    """
     require(
         1 <= characters < math.inf,
         "characters",
@@ -69,15 +94,21 @@ def limit_characters(texts: Iterable[str], characters: float, document_cap: int)
         f"{document_cap} is negative",
         "Use 0 for whole documents.",
     )
-    return _heads(texts, int(characters), document_cap)
+    return _heads(texts, int(characters), use or TextUse(document_cap))
 
 
-def _heads(texts: Iterable[str], remaining: int, document_cap: int) -> Iterator[str]:
+def _heads(texts: Iterable[str], characters: int, use: TextUse) -> Iterator[str]:
     for text in texts:
-        head = text[: min(remaining, document_cap or remaining)]
-        remaining -= len(head)
+        remaining = characters - use.characters
+        cut = max(0, len(text) - use.document_cap) if use.document_cap else 0
+        head = text[: min(remaining, len(text) - cut)]
+        use.documents += bool(text)
+        use.characters += len(head)
+        use.documents_cut += cut > 0
+        use.characters_cut += cut
         yield head
-        if remaining <= 0:
+        if use.characters >= characters:
+            use.ended_early = True
             return
 
 

@@ -44,7 +44,7 @@ class Job(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the data."""
+        """SHA-256 of the data, and of what decides its items."""
         ...
 
     def __len__(self) -> int:
@@ -77,6 +77,8 @@ class DataFile:
     split: str
     stand_in: bool = False
     """Whether it is a part or a reconstruction of the original data."""
+    separator: str | None = None
+    """The line that separates its documents; None where it is one, or has records."""
 
     @cached_property
     def sha256(self) -> str:
@@ -86,12 +88,21 @@ class DataFile:
         with reading(self.path), gzip.open(self.path) as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the content and how it is cut into documents."""
+        if self.separator is None:
+            return self.sha256
+        return hashlib.sha256(f"{self.sha256}\n{self.separator}".encode()).hexdigest()
+
     def describe(self) -> dict[str, Any]:
+        separator = {} if self.separator is None else {"separator": self.separator}
         return {
             "file": str(self.path),
             "split": self.split,
             "stand_in": self.stand_in,
             "sha256": self.sha256,
+            **separator,
         }
 
 
@@ -104,7 +115,7 @@ class PromptJob(ABC):
 
     @property
     def fingerprint(self) -> str:
-        return self.source.sha256
+        return self.source.fingerprint
 
     @abstractmethod
     def __len__(self) -> int: ...

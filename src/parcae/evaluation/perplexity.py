@@ -75,13 +75,20 @@ def open_wikitext(folder: Path, limit: int | None, scorer: Scorer) -> TextSuite:
     return TextSuite(RunningText("wikitext", texts, articles, DataFile(path, "test"), scorer))
 
 
-def open_texts(path: str | Path, limit: int | None, scorer: Scorer) -> TextSuite:
-    """The suite `val` on a file: every document, or the first `limit`."""
+def open_texts(
+    path: str | Path, limit: int | None, scorer: Scorer, separator: str | None = None
+) -> TextSuite:
+    """The suite `val` on a file: every document, or the first `limit`.
+
+    In a text file, lines equal to `separator` separate the documents.
+    """
     files = find_files([path])
     if len(files) != 1:
         raise ConfigError(f"val-data: {path} stands for {len(files)} files. Name one file.")
-    texts = [document.text for document in islice(read_documents(files, ReadOptions()), limit)]
-    return TextSuite(RunningText("val", texts, texts, DataFile(files[0].path, "held out"), scorer))
+    options = ReadOptions(separator=separator)
+    texts = [document.text for document in islice(read_documents(files, options), limit)]
+    source = DataFile(files[0].path, "held out", separator=separator)
+    return TextSuite(RunningText("val", texts, texts, source, scorer))
 
 
 class Window(NamedTuple):

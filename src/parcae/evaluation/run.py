@@ -64,6 +64,7 @@ def evaluate(
     out: str | Path | None = None,
     data: str | Path | None = None,
     val_data: str | Path | None = None,
+    separator: str | None = None,
     limit: int | None = None,
     seeds: Sequence[int] | None = None,
     baselines: Baselines = "nanochat",
@@ -89,6 +90,8 @@ def evaluate(
             from it. Default: nothing is written.
         data: Folder of the task files. All suites but val need it.
         val_data: File of held-out texts for val. Default: the rows that the run holds out.
+        separator: Line that separates the documents of `val_data`, if it is a text file, such as
+            `<|endoftext|>`. Default: the file is one document.
         limit: Score at most this many items of each task (articles of wikitext, rows or texts of
             val). Default: all; of a run's rows, `run.validation_rows`.
         seeds: Seeds of the few-shot examples. Default: 1234, 2345, 3456.
@@ -111,9 +114,16 @@ def evaluate(
     require(
         baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
     )
+    require(
+        separator is None or val_data is not None,
+        "separator",
+        f"{separator!r}, but there is no file of texts",
+        "Give it with --val-data; the rows of a run are separated already.",
+    )
     options = SuiteOptions(
         data=None if data is None else Path(data),
         val_data=val_data,
+        separator=separator,
         run=None if isinstance(model, LanguageModel) else run_of(model),
         seeds=tuple(dict.fromkeys(seeds)) if seeds else SEEDS,
         limit=limit,

@@ -42,6 +42,8 @@ class SuiteOptions:
     """Folder of the task files."""
     val_data: Path | str | None = None
     """File of held-out texts, for `val`; None for the rows of a run."""
+    separator: str | None = None
+    """Line that separates the documents of `val_data`, if it is a text file."""
     run: Path | None = None
     """The run that the model belongs to."""
     seeds: tuple[int, ...] = SEEDS
@@ -73,7 +75,7 @@ def _open_val(options: SuiteOptions, scorer: Scorer) -> Suite:
     from parcae.evaluation.perplexity import TextSuite, open_texts
 
     if options.val_data is not None:
-        return open_texts(options.val_data, options.limit, scorer)
+        return open_texts(options.val_data, options.limit, scorer, options.separator)
     return TextSuite(open_held_out_rows(options.run, options.limit, scorer))
 
 

@@ -18,6 +18,7 @@ from parcae import console
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source
 from parcae.data.preparation import prepare
+from parcae.data.readers import ReadOptions
 from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
 from parcae.data.sources import SPLITS, find_files
 from parcae.data.tokenizer import Tokenizer
@@ -121,7 +122,11 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
         names = ", ".join(recipe.data.sources)
         report(f"Training a tokenizer of {size:,} entries on {names} ...")
         tokenizer = train_tokenizer(
-            recipe.data.sources, size, characters=TOKENIZER_CHARACTERS, document_cap=0
+            recipe.data.sources,
+            size,
+            characters=TOKENIZER_CHARACTERS,
+            document_cap=0,
+            options=_read_options(recipe),
         )
     _check_vocabulary(tokenizer, recipe)
     tokenizer.save(run / TOKENIZER_FILE)
@@ -186,7 +191,17 @@ def _tokenise(
     if not (folder / MANIFEST).exists():
         size = sum(file.bytes for file in find_files([source]))
         report(f"Tokenising {source} ({console.format_bytes(size)}) ...")
-    prepare([source], tokenizer, folder, validation_fraction=recipe.data.validation_fraction)
+    prepare(
+        [source],
+        tokenizer,
+        folder,
+        validation_fraction=recipe.data.validation_fraction,
+        options=_read_options(recipe),
+    )
+
+
+def _read_options(recipe: Recipe) -> ReadOptions:
+    return ReadOptions(separator=recipe.data.separator)
 
 
 def _is_in_use(run: Path, folder: Path) -> bool:

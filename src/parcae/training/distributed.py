@@ -14,6 +14,7 @@ The helpers for optimisers at the end work on parameters of which every rank hol
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -35,6 +36,8 @@ from parcae.model.looped import LoopedModel
 from parcae.training.settings import RunConfig
 
 TIMEOUT = timedelta(minutes=30)
+"""Of a collective."""
+POLL_SECONDS = 1.0
 
 
 class Workers:
@@ -81,6 +84,14 @@ class Workers:
     def barrier(self) -> None:
         """Wait until all processes have reached this call."""
 
+    @contextmanager
+    def first_works(self) -> Iterator[None]:
+        """The context in which the first process works alone; the others wait at its end.
+
+        They wait without a limit of time, unlike in a collective, and check every second.
+        """
+        yield
+
     def raise_together(self, error: BaseException | None) -> None:
         """Raise in every process if any of them has an error. All must call this."""
         if self.any(error is not None):
@@ -95,6 +106,8 @@ class ProcessGroupWorkers(Workers):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.background_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """For collectives of other threads while training continues."""
+        self._store = dist.distributed_c10d._get_default_store()
+        self._waits = 0
 
     def gather(self, values: Tensor) -> Tensor:
         values = values.cpu()
@@ -107,6 +120,18 @@ class ProcessGroupWorkers(Workers):
 
     def barrier(self) -> None:
         dist.barrier()
+
+    @contextmanager
+    def first_works(self) -> Iterator[None]:
+        self._waits += 1
+        done = f"parcae: the first process is done, {self._waits}"
+        try:
+            yield
+        finally:
+            if self.is_first:
+                self._store.set(done, "1")
+        while not self._store.check([done]):  # raises if the process that holds the store ends
+            time.sleep(POLL_SECONDS)
 
 
 class ReplicatedWorkers(ProcessGroupWorkers):

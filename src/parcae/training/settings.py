@@ -32,6 +32,11 @@ class DataConfig(Settings, table="data"):
     sources: tuple[str, ...] = setting(
         (), "files, folders, globs, `builtin`, or folders made by `parcae data prepare` (required)"
     )
+    separator: str | None = setting(
+        None,
+        "line that separates the documents of text files and is dropped, such as <|endoftext|> "
+        "(unset: a file is one document)",
+    )
     weights: tuple[float, ...] = setting((), "shares of the sources (unset: equal)", above=0)
     tokenizer: str | None = setting(
         None, "a tokenizer.json (unset: trained on the sources with the model's vocabulary size)"

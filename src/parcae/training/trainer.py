@@ -43,13 +43,14 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
         failure = None
-        if workers.is_first:
-            try:
-                stack.enter_context(exclusive(out))
-                (resume_run if resume else start_run)(out, recipe)
-                prepare_corpora(recipe, out, display.print)
-            except (ConfigError, FileError) as error:
-                failure = error
+        with workers.first_works():  # tokenising may take hours
+            if workers.is_first:
+                try:
+                    stack.enter_context(exclusive(out))
+                    (resume_run if resume else start_run)(out, recipe)
+                    prepare_corpora(recipe, out, display.print)
+                except (ConfigError, FileError) as error:
+                    failure = error
         workers.raise_together(failure)
         corpora = open_corpora(recipe, out)
         if recipe.data.verify:
