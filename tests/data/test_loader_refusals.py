@@ -156,5 +156,5 @@ def test_the_config_goes_through_a_recipe():
 def test_a_state_of_the_older_order_is_refused():
     """Version 1 shuffled by the name of the source, so its position means other rows."""
     state = Loader([Source(corpus())], config()).state_dict() | {"version": 1}
-    with pytest.raises(ConfigError, match="version: 1, but .* another order"):
+    with pytest.raises(ConfigError, match=r"version: 1, but .* another order"):
         Loader([Source(corpus())], config(), state=state)

@@ -299,5 +299,5 @@ def test_a_separator_inside_lines_only_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("separator", ["", "  ", "a\nb"])
 def test_a_separator_is_one_line(separator: str) -> None:
-    with pytest.raises(ConfigError, match="separator: .* not one line"):
+    with pytest.raises(ConfigError, match=r"separator: .* not one line"):
         ReadOptions(separator=separator)

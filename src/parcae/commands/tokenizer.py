@@ -83,9 +83,9 @@ def _use_notes(use: TextUse, entries: int, size: int, characters: float) -> list
         share = use.characters_cut / (use.characters + use.characters_cut)
         notes.append(
             f"Trained on {use.characters:,} characters: --document-cap {use.document_cap} cut "
-            f"{use.characters_cut:,} ({share:.1%}), from {use.documents_cut:,} of {use.documents:,} "
-            "documents. --document-cap 0 uses whole documents; --separator and --document-start "
-            "split a file into documents."
+            f"{use.characters_cut:,} ({share:.1%}), from {use.documents_cut:,} of "
+            f"{use.documents:,} documents. --document-cap 0 uses whole documents; "
+            "--separator and --document-start split a file into documents."
         )
         remedy = "Use --document-cap 0, or a smaller --size."
     if use.ended_early:

@@ -4,9 +4,10 @@
         document.text
 
 A text file holds one document, or one from each line that matches `document_start`, or those that
-lines equal to `separator` separate; JSON lines and Parquet hold one per record. Files are streamed, so memory does not grow with their size. The
-order is fixed, and a `ReadPosition` says where to continue. Text that is not valid UTF-8 is an
-error that names the file and the line or row, or is replaced if the options say so.
+lines equal to `separator` separate; JSON lines and Parquet hold one per record. Files are streamed,
+so memory does not grow with their size. The order is fixed, and a `ReadPosition` says where to
+continue. Text that is not valid UTF-8 is an error that names the file and the line or row, or is
+replaced if the options say so.
 """
 
 from __future__ import annotations
