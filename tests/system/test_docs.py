@@ -104,7 +104,7 @@ def test_every_file_of_the_paper_map_exists():
 def test_the_reference_documents_every_public_name():
     text = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = set(re.findall(r"^::: parcae\.(\w+)$", text, re.MULTILINE))
-    assert documented == set(parcae.__all__)
+    assert set(parcae.__all__) - documented == set()
 
 
 @pytest.mark.slow
