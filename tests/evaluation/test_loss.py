@@ -54,7 +54,7 @@ def test_equals_the_loss_of_the_model(kind):
 def test_bits_per_byte_by_hand_over_uneven_batches_with_ignored_targets():
     model = randomised(KINDS["parcae"])
     given = batches(3, ignored=True)
-    nats = tokens_seen = bytes_seen = 0.0
+    nats = text_nats = tokens_seen = bytes_seen = 0.0
     for tokens, targets in given:
         logits = model(tokens, depths=4, state="zero").logits.detach()
         for row in range(len(tokens)):
@@ -62,12 +62,32 @@ def test_bits_per_byte_by_hand_over_uneven_batches_with_ignored_targets():
                 target = int(targets[row, place])
                 if target == -100:
                     continue
-                nats -= float(F.log_softmax(logits[row, place].double(), -1)[target])
+                loss = -float(F.log_softmax(logits[row, place].double(), -1)[target])
+                nats += loss
+                text_nats += loss if BYTES[target] > 0 else 0.0
                 tokens_seen += 1
                 bytes_seen += int(BYTES[target])
     measured = losses_by_depth(model, given, [4], BYTES)[4]
     assert measured.loss == pytest.approx(nats / tokens_seen, rel=1e-5)
-    assert measured.bits_per_byte == pytest.approx(nats / math.log(2) / bytes_seen, rel=1e-5)
+    bits = text_nats / math.log(2) / bytes_seen
+    assert measured.bits_per_byte == pytest.approx(bits, rel=1e-5)
+
+
+def test_special_targets_count_in_the_loss_and_not_in_bits_per_byte():
+    """Rows that contain BOS have the bits per byte of the same predictions without BOS."""
+    model = randomised(KINDS["parcae"])
+    (tokens, targets), *_ = batches(1)
+    targets = targets.clone()
+    targets[:, ::3] = 0
+    table = BYTES.clamp(min=1)
+    table[0] = 0
+    text_only = targets.masked_fill(targets == 0, -100)
+    whole = losses_by_depth(model, [(tokens, targets)], (1, 3), table)
+    text = losses_by_depth(model, [(tokens, text_only)], (1, 3), table)
+    for depth in (1, 3):
+        expected = text[depth].bits_per_byte
+        assert whole[depth].bits_per_byte == pytest.approx(expected, rel=1e-5)
+        assert whole[depth].loss != pytest.approx(text[depth].loss, rel=1e-3)
 
 
 def test_totals_of_several_processes_add_up():

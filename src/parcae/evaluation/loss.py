@@ -7,8 +7,12 @@ A batch passes the prelude once and loops to the largest depth; only the request
 decoded. Several processes add their sums before anything is divided:
 
     totals = totals_by_depth(model, own_batches, depths, table)
-    dist.all_reduce(totals.counts)           # [nats at each depth ..., tokens, bytes], float64, CPU
+    dist.all_reduce(totals.counts)           # float64, CPU
     totals.finish()
+
+Loss and perplexity are over all targets, BOS included, as in training. Bits per byte are over the
+targets that stand for text: neither the nats nor the bytes of BOS and other special tokens count.
+So they can be compared with those of whole texts (`parcae.evaluation.perplexity`).
 
 Nothing here switches the mode of a model, so a compiled model is not compiled again.
 """
@@ -51,7 +55,7 @@ class Loss:
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
-    """None without a table of bytes, or where the targets stand for no bytes."""
+    """Of the targets that stand for text; None without a table of bytes or such targets."""
 
 
 DepthLosses = dict[int, Loss]
@@ -63,7 +67,8 @@ class Totals:
 
     depths: tuple[int, ...]
     counts: Tensor
-    """[nats at each depth ..., tokens, bytes] in float64; bytes are NaN if unknown."""
+    """[nats at each depth ..., nats of text at each depth ..., tokens, bytes] in float64; bytes are
+    NaN if unknown."""
 
     @property
     def tokens(self) -> int:
@@ -75,14 +80,21 @@ class Totals:
         return Totals(self.depths, self.counts + other.counts)
 
     def finish(self) -> DepthLosses:
-        *nats, tokens, size = self.counts.tolist()
+        nats, text_nats, tokens, size = self.split()
         require(
             tokens > 0,
             "batches",
             "they have no token to measure the loss on",
             "Give at least one batch with a target that is not ignored.",
         )
-        return {d: _finish(n, tokens, size) for d, n in zip(self.depths, nats, strict=True)}
+        by_depth = zip(self.depths, nats, text_nats, strict=True)
+        return {depth: _finish(n, text, tokens, size) for depth, n, text in by_depth}
+
+    def split(self) -> tuple[list[float], list[float], float, float]:
+        """Nats and nats of text at each depth, tokens, bytes."""
+        *nats, tokens, size = self.counts.tolist()
+        depths = len(self.depths)
+        return nats[:depths], nats[depths:], tokens, size
 
 
 def losses_by_depth(
@@ -122,7 +134,7 @@ def totals_by_depth(
     require(len(requested) > 0, "depths", "empty", "Give at least one number of loops.")
     device = model.device if device is None else torch.device(device)
     table = None if bytes_of_token is None else bytes_of_token.to(device)
-    counts = torch.zeros(len(requested) + 2, dtype=torch.float64)
+    counts = torch.zeros(2 * len(requested) + 2, dtype=torch.float64)
     if table is None:
         counts[-1] = torch.nan
     for inputs, targets in batches:
@@ -130,11 +142,15 @@ def totals_by_depth(
         model.check(inputs, targets)
         tokens = (targets != IGNORED_TARGET).sum()
         counts[-2] += int(tokens)
+        special = None
         if table is not None:
             counts[-1] += _count_bytes(targets, table)
+            special = (targets != IGNORED_TARGET) & (table[targets.clamp(min=0).long()] == 0)
         for index, (_, x) in enumerate(model.readings(inputs, requested, state, generator)):
             if tokens > 0:
-                counts[index] += model.loss(x, targets).item() * int(tokens)
+                nats = model.loss(x, targets).item() * int(tokens)
+                counts[index] += nats
+                counts[len(requested) + index] += nats - _special_nats(model, x, targets, special)
     return Totals(requested, counts)
 
 
@@ -148,13 +164,23 @@ def _count_bytes(targets: Tensor, table: Tensor) -> Tensor:
     return table[ids].sum().cpu()
 
 
-def _finish(nats: float, tokens: float, size: float) -> Loss:
+def _special_nats(
+    model: LanguageModel, x: Tensor, targets: Tensor, special: Tensor | None
+) -> float:
+    """Nats of the targets that stand for no text, such as BOS."""
+    count = 0 if special is None else int(special.sum())
+    if special is None or not count:
+        return 0.0
+    return model.loss(x[special][None], targets[special][None]).item() * count
+
+
+def _finish(nats: float, text_nats: float, tokens: float, size: float) -> Loss:
     loss = nats / tokens
     known = not math.isnan(size) and size > 0
     return Loss(
         loss=loss,
         perplexity=math.exp(loss) if not loss > 700 else math.inf,
-        bits_per_byte=nats / math.log(2) / size if known else None,
+        bits_per_byte=text_nats / math.log(2) / size if known else None,
     )
 
 
@@ -200,13 +226,13 @@ class HeldOutRows:
             width = scorer.model.config.core_block.width
             seeds = (state_seed(self.seed, first + row) for row in range(self.rows[index]))
             state = torch.stack([seeded_state(self.positions, width, seed) for seed in seeds])
-        totals = totals_by_depth(
+        nats, text_nats, tokens, size = totals_by_depth(
             scorer.model, [batch], scorer.depths, self.bytes_of_token, state
-        ).counts
-        *nats, tokens, size = totals.tolist()
+        ).split()
         record = {
             "rows": self.rows[index],
             "nats": nats,
+            "text_nats": text_nats,
             "tokens": int(tokens),
             "bytes": None if math.isnan(size) else int(size),
         }
@@ -216,10 +242,12 @@ class HeldOutRows:
         return {"rows": sum(self.rows)}
 
     def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
-        nats = sum(record["nats"][depth_index] for record in records)
+        nats, text_nats = (
+            sum(record[kind][depth_index] for record in records) for kind in ("nats", "text_nats")
+        )
         tokens = sum(record["tokens"] for record in records)
         sizes = [record["bytes"] for record in records]
-        loss = _finish(nats, tokens, math.nan if None in sizes else sum(sizes))
+        loss = _finish(nats, text_nats, tokens, math.nan if None in sizes else sum(sizes))
         return {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in asdict(loss).items()

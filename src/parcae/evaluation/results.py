@@ -327,7 +327,8 @@ def _items(
     for record in records:
         key = Key(record["data"], record["seed"], record["index"])
         if "rows" in record:
-            nats, size = _complete(record["nats"], depths), record["bytes"]
+            size = record["bytes"]
+            nats = _complete(record["nats" if size is None else "text_nats"], depths)
             unit = "token" if size is None else "byte"
             yield key, ItemScore(None, nats, record["tokens"] if size is None else size, unit)
         elif "greedy" in record:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from parcae.data.tokenizer import Tokenizer
 
-FORMAT = 2
+FORMAT = 3
 """Of the samples; changes with what they hold."""
 
 
