@@ -364,10 +364,10 @@ def test_the_order_follows_from_seed_and_documents_not_from_names():
     assert take(first, 20) == take(renamed, 20)
     renamed.load_state_dict(state)
     other = Loader([Source(corpus(seed=9), name="0:books")], config())
-    assert other._plans[0].order_key != first._plans[0].order_key
+    assert other.plans[0].order_key != first.plans[0].order_key
 
 
 def test_a_source_given_twice_is_shuffled_twice():
     loader = Loader([Source(corpus(), name="a"), Source(corpus(), name="b")], config())
-    one, other = loader._plans
+    one, other = loader.plans
     assert one.documents_of_block(0, 0).tolist() != other.documents_of_block(0, 0).tolist()

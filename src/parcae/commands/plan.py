@@ -61,6 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for title, rows in _tables(estimate).items():
         console.out.print(console.table(title, ("", ""), rows))
+    for use in estimate.data or ():
+        if (warning := use.warning()) is not None:
+            console.print_text(warning, console=console.err)
     return 0
 
 
@@ -118,4 +121,22 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     ]
     if plan.steps is None:
         time[-1] = ("time, by the budget", duration)
-    return {"The run": work, "Memory of one device": sizes, name: time}
+    return {"The run": work, "Data": _data(plan), "Memory of one device": sizes, name: time}
+
+
+def _data(plan: Plan) -> list[tuple[str, str]]:
+    """Tokens, share dropped and epochs of each source."""
+    from parcae import console
+
+    if plan.data is None:
+        return [("tokens", "unknown: a source does not exist here, or fills no row")]
+    rows = []
+    for use in plan.data:
+        about = "about " if use.estimated else ""
+        epochs = "unknown" if use.epochs is None else f"{about}{console.format_number(use.epochs)}"
+        rows += [
+            (f"{use.source}: tokens", f"{about}{console.format_count(use.tokens)}"),
+            ("  dropped by packing", f"{about}{use.dropped_share:.1%}"),
+            ("  epochs", epochs),
+        ]
+    return rows

@@ -34,7 +34,7 @@ from parcae.data.order import (
     plan_steps,
 )
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
-from parcae.data.shards import Documents, SplitDocuments
+from parcae.data.shards import Documents, documents_as_packed
 from parcae.schema import Settings, setting
 
 STATE_VERSION = 2
@@ -98,12 +98,14 @@ class Loader:
         self.config = config
         self._weights = [_plain_weight(source) for source in sources]
         self._documents = [
-            _documents_as_packed(source.documents, config.row_tokens, config.split_long)
+            documents_as_packed(
+                source.documents, config.row_tokens, config.split_long, config.packing
+            )
             for source in sources
         ]
         keys = order_keys([source.documents.lengths for source in sources])
         self._rank, self._world_size = rank, world_size
-        self._plans = tuple(
+        self.plans = tuple(
             SourcePlan(
                 name=source.name,
                 order_key=order_key,
@@ -162,7 +164,7 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken; ranks and `prefetch` may differ."""
-        position = read_state(state, self._identity, [plan.blocks for plan in self._plans])
+        position = read_state(state, self._identity, [plan.blocks for plan in self.plans])
         self.close()
         self._position = position
 
@@ -180,7 +182,7 @@ class Loader:
 
     def _planned_steps(self) -> Iterator[PlannedStep]:
         batch, seed = self.config.global_batch, self.config.seed
-        return plan_steps(self._plans, self._weights, batch, seed, self._position)
+        return plan_steps(self.plans, self._weights, batch, seed, self._position)
 
     def _batches(self) -> Iterator[tuple[Batch, LoaderPosition]]:
         """A generator without a reference to the loader, so that the loader can be collected."""
@@ -230,7 +232,7 @@ def validation_batches(
     require(batch_rows >= 1, "batch_rows", f"{batch_rows} is out of range", "It must be >= 1.")
     if limit is not None:
         require(limit >= 1, "limit", f"{limit} is out of range", "It must be >= 1.")
-    documents = _documents_as_packed(documents, context_length + 1, split_long)
+    documents = documents_as_packed(documents, context_length + 1, split_long, packing)
     packed = pack(documents.lengths, context_length + 1, method=packing)
     if packed.rows == 0:
         raise ConfigError(
@@ -242,10 +244,6 @@ def validation_batches(
     rows = [(0, packed, i * packed.rows // count) for i in range(count)]
     for start in range(0, count, batch_rows):
         yield read_batch([documents], rows[start : start + batch_rows], context_length)
-
-
-def _documents_as_packed(documents: Documents, row_tokens: int, split_long: bool) -> Documents:
-    return SplitDocuments(documents, row_tokens) if split_long else documents
 
 
 def _check_sources(sources: Sequence[Source]) -> None:

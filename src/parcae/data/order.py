@@ -34,6 +34,8 @@ from parcae.config import ConfigError
 from parcae.data.packing import Method, Packing, pack
 
 ROUNDS = 12
+SAMPLE_BLOCKS = 8
+"""Blocks that the use of an epoch is measured on."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -130,6 +132,17 @@ class SourcePosition(NamedTuple):
     """Tokens cropped or left over, in completed blocks."""
 
 
+class EpochUse(NamedTuple):
+    """What one epoch of a source uses, measured on its first blocks."""
+
+    rows: float
+    """Of the whole epoch."""
+    cropped_share: float
+    """Share of the tokens that packing crops."""
+    leftover_share: float
+    """Share of the tokens in rows that are not filled."""
+
+
 class PlannedRow(NamedTuple):
     packing: Packing
     row: int
@@ -159,6 +172,24 @@ class SourcePlan:
                 f"fill one row of {self.capacity} tokens (context_length + 1). "
                 "Add documents, or use a shorter context_length."
             )
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def epoch_use(self) -> EpochUse:
+        """What packing leaves of the tokens. Documents are shuffled, so a few blocks suffice."""
+        packings = [self.block(0, block) for block in range(min(self.blocks, SAMPLE_BLOCKS))]
+        tokens = sum(packing.all_tokens for packing in packings)
+        return EpochUse(
+            sum(packing.rows for packing in packings) * self.blocks / len(packings),
+            sum(packing.cropped_tokens for packing in packings) / tokens,
+            sum(packing.leftover_tokens for packing in packings) / tokens,
+        )
 
     @property
     def blocks(self) -> int:

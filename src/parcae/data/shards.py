@@ -34,6 +34,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from parcae.config import ConfigError
+from parcae.data.packing import Method
 from parcae.data.sources import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
@@ -131,6 +132,14 @@ class SplitDocuments:
     @property
     def fingerprint(self) -> str:
         return f"{self._documents.fingerprint}, split at {self._longest}"
+
+
+def documents_as_packed(
+    documents: Documents, row_tokens: int, split_long: bool, packing: Method
+) -> Documents:
+    """The documents that are packed: concatenation crops nothing, so it splits nothing."""
+    split = split_long and packing == "best-fit"
+    return SplitDocuments(documents, row_tokens) if split else documents
 
 
 @dataclass(frozen=True, kw_only=True)

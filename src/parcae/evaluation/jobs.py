@@ -96,7 +96,11 @@ class DataFile:
         return hashlib.sha256(f"{self.sha256}\n{self.separator}".encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        separator = {} if self.separator is None else {"separator": self.separator}
+        separator = (
+            {}
+            if self.separator is None
+            else {"separator": self.separator, "fingerprint": self.fingerprint}
+        )
         return {
             "file": str(self.path),
             "split": self.split,

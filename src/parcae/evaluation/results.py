@@ -315,7 +315,9 @@ def _read_samples(folder: Path) -> Iterator[Record]:
 def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:
     """The data of a text and the number of its windows."""
     suite = result["suites"].get(task)
-    return (suite["sha256"][:12], suite["scored"]) if suite and "sha256" in suite else None
+    if not suite or "sha256" not in suite:
+        return None
+    return suite.get("fingerprint", suite["sha256"])[:12], suite["scored"]
 
 
 def _items(

@@ -16,6 +16,7 @@ import torch
 
 from parcae.config import ConfigError, require
 from parcae.model import flops
+from parcae.training.data_use import SourceUse, planned_use
 from parcae.training.distributed import compute_dtype, find_device
 from parcae.training.memory_estimate import Memory, checkpoint_bytes, estimate_memory
 from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
@@ -64,6 +65,8 @@ class Plan:
     """Peak FLOP/s of one device; None where it is unknown."""
     utilisation: float
     hours: float | None
+    data: list[SourceUse] | None
+    """What is used of each source; None where one does not exist yet."""
 
     def plain(self) -> dict[str, Any]:
         """All fields as plain values, as `parcae plan --json` prints them."""
@@ -75,7 +78,13 @@ class Plan:
         """One row per quantity: {"quantity": ..., "value": ...}."""
         values = self.plain()
         memory = {f"memory_{name}": size for name, size in values.pop("memory").items()}
-        return [{"quantity": key, "value": value} for key, value in {**values, **memory}.items()]
+        data = {
+            f"data_{number}_{name}": value
+            for number, use in enumerate(values.pop("data") or ())
+            for name, value in use.items()
+        }
+        rows = {**values, **memory, **data}
+        return [{"quantity": key, "value": value} for key, value in rows.items()]
 
 
 def plan(
@@ -131,6 +140,7 @@ def plan(
         device_flops=speed,
         utilisation=utilisation,
         hours=_hours(recipe, work, speed, devices * utilisation),
+        data=planned_use(recipe),
     )
 
 

@@ -57,7 +57,9 @@ class DataConfig(Settings, table="data"):
         "best-fit", "how documents fill rows: best-fit or concatenate"
     )
     split_long: bool = setting(
-        False, "cut documents longer than a row into several rows instead of cropping them"
+        True,
+        "best-fit: cut documents longer than a row into several rows; false crops them, as the "
+        "paper does",
     )
     prefetch: int = setting(2, "batches prepared ahead in the background; 0 for none", at_least=0)
     verify: bool = setting(True, "check the checksums of all shards before the first step")

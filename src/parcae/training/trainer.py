@@ -22,6 +22,7 @@ from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training.checkpoint import Checkpoints
 from parcae.training.corpora import Corpora, open_corpora, prepare_corpora
 from parcae.training.cost import peak_flops
+from parcae.training.data_use import use_of_plans
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
@@ -293,6 +294,8 @@ class Trainer:
             + (f", {self.workers.size} processes" if self.workers.size > 1 else "")
             + f"; into {self.out}"
         )
+        if self.workers.is_first:
+            self._print_data_use()
         if learner.step:
             finished = ", the last one: nothing is left to do" if self.progress >= 1 else ""
             self.display.print(f"Resumed at step {learner.step}{finished}.")
@@ -307,6 +310,12 @@ class Trainer:
                 "The held-out documents do not fill a row, so there is no validation. Increase "
                 "data.validation_fraction."
             )
+
+    def _print_data_use(self) -> None:
+        for use in use_of_plans(self.recipe, self.learner.loader.plans):
+            self.display.print(use.describe())
+            if (warning := use.warning()) is not None:
+                self.display.print(warning)
 
     def _finish(self, status: str, diagnosis: str | None) -> dict[str, Any]:
         step, learner = self.learner.step, self.learner
