@@ -109,3 +109,24 @@ def test_shards_with_another_tokenizer_are_refused(run, tmp_path, capsys):
     Tokenizer.train(["other words"] * 5, size=270).save(copy / "tokenizer.json")
     assert cli.main(["eval", str(copy), "--out", str(tmp_path / "out")]) == 2
     assert "its tokenizer is not that of" in capsys.readouterr().err
+
+
+def test_separated_texts_are_documents_of_their_own(run, tmp_path):
+    """As if each were a record of its own, and never mixed with the file as one document."""
+    stories = ["alpha beta gamma\n", "delta epsilon\n", "zeta eta theta alpha\n"]
+    text, records = tmp_path / "stories.txt", tmp_path / "stories.jsonl"
+    text.write_text("<|endoftext|>\n".join(stories))
+    records.write_text("".join(json.dumps({"text": story}) + "\n" for story in stories))
+    out, options = tmp_path / "out", ("--val-data", str(text), "--loops", "1")
+    whole = held_out(run, out, *options)
+    separated = held_out(run, out, *options, "--separator", "<|endoftext|>")
+    expected = evaluate(run, val_data=records, loops=(1,)).suites["val"]
+    assert separated["by_loops"] == expected["by_loops"]
+    assert separated["by_loops"] != whole["by_loops"]
+    (row,) = parcae.compare(out, out, (1, 1)).table()
+    assert row["items"] >= 3
+
+
+def test_a_separator_needs_a_file_of_texts(run, capsys):
+    assert cli.main(["eval", str(run), "--separator", "<|endoftext|>"]) == 2
+    assert "Give it with --val-data" in capsys.readouterr().err

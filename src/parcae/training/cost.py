@@ -78,9 +78,10 @@ class Plan:
         """One row per quantity: {"quantity": ..., "value": ...}."""
         values = self.plain()
         memory = {f"memory_{name}": size for name, size in values.pop("memory").items()}
+        sources: list[dict[str, Any]] = values.pop("data") or []
         data = {
             f"data_{number}_{name}": value
-            for number, use in enumerate(values.pop("data") or ())
+            for number, use in enumerate(sources)
             for name, value in use.items()
         }
         rows = {**values, **memory, **data}
