@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import weakref
@@ -164,3 +165,45 @@ def test_logits_of_one_pass_are_in_memory(folder: Path, monkeypatch):
     monkeypatch.setattr(scorer, "_logits", logits)
     scorer.score([continuations("the cat sat", [" on a mat", " and saw", " run"], scorer)])
     assert len(made) > 1
+
+
+@pytest.fixture
+def with_code(folder: Path, tmp_path: Path) -> Path:
+    """A model whose class is in its own folder; importing that leaves a file behind."""
+    out = tmp_path / "with_code"
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    base = {"gpt2": "GPT2", "llama": "Llama"}[config["model_type"]]
+    config |= {"model_type": "own-kind", "architectures": ["OwnModel"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (out / "config.json").write_text(json.dumps(config))
+    model = "GPT2LMHeadModel" if base == "GPT2" else "LlamaForCausalLM"
+    (out / "own.py").write_text(
+        f"from transformers import {base}Config, {model}\n"
+        f"open({str(tmp_path / 'executed')!r}, 'w').close()\n"
+        f"class OwnConfig({base}Config):\n    model_type = 'own-kind'\n"
+        f"class OwnModel({model}):\n    config_class = OwnConfig\n"
+    )
+    return out
+
+
+def test_code_of_a_model_is_run_only_if_it_is_allowed(
+    with_code: Path, tmp_path: Path, monkeypatch, capsys
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 50))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    monkeypatch.syspath_prepend(str(tmp_path / "hf"))
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat")
+    command = ["eval", str(with_code), "--val-data", str(text), "--out", str(tmp_path / "out")]
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    assert "--trust-remote-code" in error and len(error.strip().splitlines()) == 1
+    assert not (tmp_path / "executed").exists()
+    assert cli.main([*command, "--trust-remote-code"]) == 0
+    assert (tmp_path / "executed").exists()
+
+
+def test_code_is_allowed_for_transformers_models_only(checkpoint: Path, tmp_path: Path, capsys):
+    assert cli.main(["eval", str(checkpoint), "--trust-remote-code", "--out", str(tmp_path)]) == 2
+    assert "not a transformers model" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from conftest import randomised, tiny
 from oracles import (
     VOCABULARY,
     Oracle,
@@ -210,8 +211,17 @@ def test_a_rule_sees_every_loop_of_the_tokens_that_are_left(registered):
 def test_rules_that_cannot_be_registered_or_used(registered):
     with pytest.raises(ConfigError, match="built-in exit rule"):
         registered("kl", lambda step, threshold: step.state[:, 0] > 0)
-    with pytest.raises(ConfigError, match="not a valid name"):
+    with pytest.raises(ConfigError, match="not a valid"):
         registered("a:b", lambda step, threshold: step.state[:, 0] > 0)
     registered("floats", lambda step, threshold: step.state[:, 0])
     with pytest.raises(TypeError, match=r"'floats': must return a boolean tensor \[1\]"):
         Engine(model_of("parcae")).generate([1], new_tokens=3, loops=3, exit="floats:1")
+
+
+@pytest.mark.parametrize("policy", ["shared", "last:2", "first:3"])
+def test_exits_where_one_core_layer_shares_slots(policy):
+    """A token that stops early has no slot left to fill where its last loop wrote the only one."""
+    model = randomised(tiny(core_layers=1))
+    oracle = Oracle(model, 4, policy=policy, exit="budget:2")
+    engine = Engine(model, cache=policy, layers="torch")
+    check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, exit="budget:2")

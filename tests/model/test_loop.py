@@ -183,3 +183,16 @@ def test_nothing_is_stashed_between_calls():
     model(tokens, targets, depths=[1, 3], trajectory=True).loss.backward()
     after = set(dir(model)) | {f"{n}.{k}" for n, m in model.named_modules() for k in vars(m)}
     assert before == after
+
+
+@pytest.mark.parametrize("loops", [1, 5])
+def test_the_state_of_the_caller_is_left_alone(loops):
+    config = KINDS["parcae"]
+    model = randomised(config)
+    tokens, targets, state = batch(config, 3)
+    before = state.clone()
+    model(tokens, targets, depths=loops, state=state).loss.backward()
+    assert not state.requires_grad and state.grad is None and torch.equal(state, before)
+    state.requires_grad_()  # a caller who asks for the gradient gets it
+    model(tokens, targets, depths=Depths((2,) * 3, (2,) * 3), state=state).loss.backward()
+    assert state.grad is not None and state.grad.abs().sum() > 0

@@ -106,6 +106,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="evaluate a run's checkpoint with the lowest validation loss (default: the newest)",
     )
     parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the Python code that comes with a transformers model (default: refuse it)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
@@ -147,6 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
             batch_tokens=arguments.batch_tokens,
             context=arguments.context,
             device=arguments.device,
+            trust_remote_code=arguments.trust_remote_code,
             overwrite=arguments.again,
             progress=report,
         )

@@ -25,7 +25,7 @@ from parcae import console
 from parcae.config import ConfigError, require
 from parcae.evaluation.perplexity import continuations, windows
 from parcae.evaluation.prompts import Prompt, Span
-from parcae.evaluation.scorer import Answer, LoopedScorer, batches, open_scorer
+from parcae.evaluation.scorer import Answer, LoopedScorer, batches, is_transformers_model, open_scorer
 from parcae.infer.engine import Engine
 
 NEW_TOKENS = 256
@@ -51,6 +51,10 @@ class ParcaeLM(LM):
         """`batch_size`: texts generated together. `batch_tokens`: tokens scored at a time. `exit`:
         early exit rule for generated text."""
         super().__init__()
+        if is_transformers_model(path):  # nothing of it is opened here
+            raise ConfigError(
+                f"{path}: not a parcae model. Use --model hf for transformers models."
+            )
         scorer = open_scorer(
             path,
             None if loops is None else [int(loops)],
@@ -59,10 +63,7 @@ class ParcaeLM(LM):
             batch_tokens=batch_tokens,
             device=_available(device),
         )
-        if not isinstance(scorer, LoopedScorer):
-            raise ConfigError(
-                f"{path}: not a parcae model. Use --model hf for transformers models."
-            )
+        assert isinstance(scorer, LoopedScorer)
         self.scorer = scorer
         self.exit = exit
         self.rows = int(batch_size) if str(batch_size or "").isdigit() else 8

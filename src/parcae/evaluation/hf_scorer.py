@@ -62,7 +62,19 @@ class HFScorer:
         self._check_causal()
 
     @classmethod
-    def open(cls, name: str, device: str | torch.device = "cpu", **options: Any) -> HFScorer:
+    def open(
+        cls,
+        name: str,
+        device: str | torch.device = "cpu",
+        *,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> HFScorer:
+        """Open a model by its folder or its name on the hub.
+
+        `trust_remote_code`: run the Python code that comes with the model, if it has any. Without
+        it such a model is refused; nobody is asked, whatever standard input holds.
+        """
         try:  # the submodules: importing from `transformers` costs the type checker 20 seconds
             from transformers.models.auto.modeling_auto import AutoModelForCausalLM
             from transformers.models.auto.tokenization_auto import AutoTokenizer
@@ -71,9 +83,16 @@ class HFScorer:
                 f"{name}: transformers is not installed. Install it by pip install 'parcae[hf]'."
             ) from None
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            model: Any = AutoModelForCausalLM.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                name, trust_remote_code=trust_remote_code
+            )
         except Exception as error:  # transformers raises many types
+            if not trust_remote_code and "trust_remote_code" in str(error):
+                raise ConfigError(
+                    f"{name}: the model comes with Python code of its own, which is not run. "
+                    "Read the code, then allow it by --trust-remote-code."
+                ) from None
             reason = str(error).strip().split("\n")[0]
             raise FileError(
                 f"{name}: neither a parcae model nor one that transformers can open ({reason}). "

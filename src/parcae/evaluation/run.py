@@ -74,6 +74,7 @@ def evaluate(
     batch_tokens: int | None = None,
     context: int | None = None,
     device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
     overwrite: bool = False,
     progress: Report | None = None,
 ) -> EvaluationResult:
@@ -102,6 +103,8 @@ def evaluate(
         batch_tokens: Tokens scored at a time. Default: chosen for the device.
         context: Tokens the model reads at a time. Default: its context length.
         device: Where the model runs. Default: cpu, or where a model in memory is.
+        trust_remote_code: Run the Python code that comes with a transformers model. Default: such a
+            model is refused.
         overwrite: Drop earlier results in `out`.
         progress: Called with a `Progress` before the first and after every batch.
 
@@ -139,6 +142,7 @@ def evaluate(
         batch_tokens=batch_tokens,
         context=context,
         device=device,
+        trust_remote_code=trust_remote_code,
     )
     report = progress or (lambda _: None)
     report(Progress(scorer.name, scorer.is_looped, scorer.depths))

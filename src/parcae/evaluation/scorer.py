@@ -291,12 +291,14 @@ def open_scorer(
     batch_tokens: int | None = None,
     context: int | None = None,
     device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
 ) -> Scorer:
     """Return the scorer of a model: a parcae model, run or checkpoint by its folder, a transformers
     model by its folder or its name on the hub, or a parcae model in memory with its tokenizer.
 
     `loops`: numbers of loops to score at (default: the mean in training). `context`: tokens read at
     a time (default: the model's context length). `device`: default cpu, or where the model is.
+    `trust_remote_code`: run the Python code that comes with a transformers model.
     """
     require(context is None or context >= 2, "context", f"{context} is too few", "Use at least 2.")
     if device is not None:
@@ -325,7 +327,15 @@ def open_scorer(
             raise ConfigError(f"{key}: {model} has no loop. Omit this setting.")
         require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
         require(not best, "best", f"{model} is not a run", "Omit this setting.")
-        return _open_transformers_model(str(model), device or "cpu", batch_tokens, context)
+        return _open_transformers_model(
+            str(model), device or "cpu", batch_tokens, context, trust_remote_code
+        )
+    require(
+        not trust_remote_code,
+        "trust_remote_code",
+        f"{model} is not a transformers model",
+        "Omit this setting.",
+    )
     if not Path(model).exists():
         raise FileError(
             f"{model}: no such folder. Give the folder of a model, a run or a checkpoint, or the "
@@ -343,12 +353,18 @@ def open_scorer(
 
 
 def _open_transformers_model(
-    name: str, device: str | torch.device, batch_tokens: int | None, context: int | None
+    name: str,
+    device: str | torch.device,
+    batch_tokens: int | None,
+    context: int | None,
+    trust_remote_code: bool,
 ) -> Scorer:
     from parcae.evaluation.hf_scorer import HFScorer, tokenizer_fingerprint
 
     options = {} if batch_tokens is None else {"batch_tokens": batch_tokens}
-    scorer = HFScorer.open(name, device, context_length=context, **options)
+    scorer = HFScorer.open(
+        name, device, trust_remote_code=trust_remote_code, context_length=context, **options
+    )
     scorer.identity = f"{fingerprint(scorer.model)} {tokenizer_fingerprint(scorer.tokenizer)}"
     return scorer
 

@@ -173,6 +173,8 @@ class Cache:
         `loops`, with the keys and values of its last loop."""
         last = self.policy.slot(loop)
         unused = sorted({self.policy.slot(t) for t in range(loop + 1, loops + 1)} - {last})
+        if not unused:
+            return
         slots = self.core.unflatten(0, (-1, self.layout.core_layers))
         slots[unused, :, row, position] = slots[last, :, row, position]
 

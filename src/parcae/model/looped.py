@@ -103,7 +103,9 @@ class Loop(nn.Module):
                 looping = self._run(looping, schedule.no_grad_rows, given, recorder)
             h = torch.cat((looping, waiting))
         if inputs.drive.requires_grad and not h.requires_grad:
-            h.requires_grad_()  # the first loop with gradient is then traced like the others
+            # The first loop with gradient is then traced like the others. Detached first: it may
+            # be the caller's tensor.
+            h = h.detach().requires_grad_()
         return self._run(h, schedule.grad_rows, inputs, recorder)
 
     @torch.no_grad()
