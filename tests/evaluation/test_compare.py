@@ -11,13 +11,14 @@ import pytest
 import torch
 from scipy import stats
 
+import parcae
 from evaluation_fixtures import SENTENCE, write_lines
 from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.compare import choose_loops, compare_at, only_in_one, ratio, sign_test
+from parcae.evaluation.item_scores import Evaluation, Key, read_evaluation
 from parcae.evaluation.jobs import standard_error
-from parcae.evaluation.results import Evaluation, Key, read_evaluation
 from parcae.files import FileError, write_json, write_sealed
 from parcae.model import create
 from parcae.model.store import save
@@ -27,6 +28,7 @@ def evaluation(folder: Path, records: list[dict], loops=(1, 4), suites=None, loo
     result = {"checkpoint": folder.name, "looped": looped, "loops": list(loops)}
     write_json(folder / "result.json", {**result, "context_length": 64, "suites": suites or {}})
     write_sealed(folder / "settings.json", {"loops": list(loops)})
+    records = [{"loops": list(loops), **record} for record in records]
     write_lines(folder / "samples.jsonl", records)
     return folder
 
@@ -137,7 +139,7 @@ def test_only_complete_documents_count(tmp_path):
 
 def test_loops_to_compare_at(tmp_path):
     def having(loops: tuple[int, ...], looped: bool = True) -> Evaluation:
-        return Evaluation(str(tmp_path), "", looped, loops, 64, {"copa": {}})
+        return Evaluation(str(tmp_path), "", looped, loops, 64, {"copa": {}}, {})
 
     a, b = having((1, 8, 4)), having((2, 4, 1))
     assert choose_loops(a, b, None) == [(8, 4)]
@@ -252,3 +254,43 @@ def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys
     assert "+0.0 ± 0.0" in shown
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--loops", "2"]) == 2
     assert "A was not scored at 2, but at 1" in capsys.readouterr().err
+
+
+def test_tasks_that_were_not_scored_at_a_depth_are_named(tmp_path, capsys):
+    """Of an evaluation in several parts, each at other numbers of loops."""
+    of_a = [question(i, 1, 0) for i in range(4)]
+    partial = {**question(0, 1, task="piqa"), "loops": [1]}
+    for name in "ab":
+        evaluation(tmp_path / name, [*of_a, partial])
+    comparison = parcae.compare(tmp_path / "a", tmp_path / "b")
+    (entry,) = comparison.comparisons
+    assert list(entry["tasks"]) == ["copa"]
+    assert "scored at 4 loops" in entry["left_out"]["piqa"]
+    assert list(parcae.compare(tmp_path / "a", tmp_path / "b", 1).comparisons[0]["tasks"]) == [
+        "copa",
+        "piqa",
+    ]
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "Not compared: piqa" in capsys.readouterr().out
+
+
+def test_the_means_of_suites_are_compared(tmp_path, capsys):
+    tasks = {"copa": {"baseline": 50.0}, "piqa": {"baseline": 0.0}, "missing": None}
+    suites = {"core": {"baselines": "nanochat", "tasks": tasks, "by_loops": {}}}
+    of_a = [question(i, i % 2, task=task) for task in ("copa", "piqa") for i in range(8)]
+    of_b = [question(i, i % 4 > 0, task=task) for task in ("copa", "piqa") for i in range(8)]
+    a, b = both(tmp_path, of_a, of_b, loops=(1,), suites=suites)
+    (core,) = compare_at(a, b, (1, 1))["suites"].values()
+    assert core["score"] == {
+        "a": pytest.approx((0 + 0.5) / 2),
+        "b": pytest.approx((0.5 + 0.75) / 2),
+    }
+    assert core["difference"] == pytest.approx(0.375)
+    differences = [(i % 4 > 0) - (i % 2) for i in range(8)]
+    error = standard_error(differences)
+    assert core["standard_error"] == pytest.approx((4 * error**2 + error**2) ** 0.5 / 2)
+    assert (core["tasks"], core["tasks_wanted"]) == (2, 3)
+    rows = parcae.compare(tmp_path / "a", tmp_path / "b").table()
+    assert [row["task"] for row in rows] == ["copa", "piqa", "core"]
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "2 of 3" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 
 from evaluation_fixtures import write_lines
 from parcae import cli
+from parcae.evaluation.compare import compare
 from parcae.evaluation.items import read_items
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import Passages
@@ -141,15 +142,63 @@ def test_killed_evaluations_resume(checkpoint, task_folder, tmp_path):
     assert samples.read_bytes() == (tmp_path / "whole/samples.jsonl").read_bytes()
 
 
-def test_results_of_another_model_or_depth_are_not_mixed(checkpoint, task_folder, tmp_path, capsys):
+def test_results_of_another_model_are_not_mixed(checkpoint, task_folder, tmp_path, capsys):
     arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
     arguments += ["--suite", "lambada"]
     assert cli.main([*arguments, "--loops", "1"]) == 0
-    assert cli.main([*arguments, "--loops", "2"]) == 2
-    assert "other loops" in capsys.readouterr().err
     assert cli.main([*arguments, "--loops", "1", "--state", "like-init"]) == 2
     assert "other model, state" in capsys.readouterr().err
     assert cli.main([*arguments, "--loops", "2", "--again"]) == 0
+
+
+@pytest.mark.parametrize("suite", ["lambada", "wikitext", "core"])
+def test_further_depths_are_added(suite, checkpoint, task_folder, tmp_path, monkeypatch):
+    """One more depth computes that depth alone; the folder is that of one evaluation at all."""
+    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--suite", suite]
+    arguments += ["--limit", "3", "--seeds", "1"]
+    assert cli.main([*arguments, "--loops", "1,2,4", "--out", str(tmp_path / "whole")]) == 0
+    parts, depths = [*arguments, "--out", str(tmp_path / "parts")], set()
+    assert cli.main([*parts, "--loops", "2"]) == 0
+    inner = LoopedScorer.score
+
+    def score(self, *given):
+        depths.add(self.depths)
+        return inner(self, *given)
+
+    monkeypatch.setattr(LoopedScorer, "score", score)
+    assert cli.main([*parts, "--loops", "1,4"]) == 0
+    assert depths == {(1, 4)}
+    assert cli.main([*parts, "--loops", "4"]) == 0  # nothing is left to score
+    assert depths == {(1, 4)}
+    whole, added = (
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts")
+    )
+    assert added["loops"] == [1, 2, 4]
+    assert _rounded(added["suites"]) == _rounded(whole["suites"])
+    comparison = compare(tmp_path / "whole", tmp_path / "parts", "each")
+    for row in comparison.table():
+        assert row["difference"] == pytest.approx(0, abs=1e-4)
+    assert not comparison.only_in_one
+
+
+def _rounded(tree):
+    if isinstance(tree, dict):
+        return {key: _rounded(value) for key, value in tree.items()}
+    return round(tree, 3) if isinstance(tree, float) else tree
+
+
+def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp_path):
+    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--suite", "lambada", "--limit", "4", "--loops", "1,2"]) == 0
+    assert cli.main([*arguments, "--suite", "core", "--limit", "4", "--loops", "3"]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["loops"] == [3]
+    (at_two,) = compare(tmp_path, tmp_path, 2).comparisons
+    assert "lambada" in at_two["texts"]
+    # a killed evaluation of more items and more depths is completed where something is missing
+    assert cli.main([*arguments, "--suite", "lambada", "--limit", "6", "--loops", "2,3"]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["loops"] == [2, 3]
+    assert result["suites"]["lambada"]["scored"] == 6
 
 
 def test_a_changed_task_file_is_scored_again(scorer, tmp_path):
@@ -158,11 +207,11 @@ def test_a_changed_task_file_is_scored_again(scorer, tmp_path):
     path.write_text("first")
     samples = Samples(tmp_path, {"model": "m"})
     job = Passages("lambada", passages, DataFile(path, "test"))
-    assert list(score_job(job, scorer, samples)) == [0, 2]
-    assert samples.has_all(job)
+    assert list(score_job(job, scorer, samples, range(2))) == [0, 2]
+    assert not samples.missing(job, scorer.depths)
     path.write_text("second")
     changed = Passages("lambada", passages, DataFile(path, "test"))
-    assert not samples.has(changed, 0)
+    assert samples.missing(changed, scorer.depths) == {scorer.depths: {0, 1}}
 
 
 def test_a_file_and_its_gz_are_the_same_data(tmp_path):

@@ -138,7 +138,7 @@ def test_a_full_disk(scorer, task_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "open", full)
     job = type("Job", (), {"name": "a", "seed": None, "fingerprint": "0" * 64})()
     with pytest.raises(FileError, match=r"No space left.*are kept; free some space"):
-        samples.add(job, {0: {}})
+        samples.add(job, {0: {}}, (1,))
 
 
 def test_answers_of_equal_tokens_share_the_credit_exactly(scorer):

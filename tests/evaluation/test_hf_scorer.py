@@ -198,7 +198,8 @@ def test_code_of_a_model_is_run_only_if_it_is_allowed(
     command = ["eval", str(with_code), "--val-data", str(text), "--out", str(tmp_path / "out")]
     assert cli.main(command) == 2
     error = capsys.readouterr().err
-    assert "--trust-remote-code" in error and len(error.strip().splitlines()) == 1
+    assert "--trust-remote-code" in error
+    assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "executed").exists()
     assert cli.main([*command, "--trust-remote-code"]) == 0
     assert (tmp_path / "executed").exists()

@@ -192,7 +192,10 @@ def test_the_state_of_the_caller_is_left_alone(loops):
     tokens, targets, state = batch(config, 3)
     before = state.clone()
     model(tokens, targets, depths=loops, state=state).loss.backward()
-    assert not state.requires_grad and state.grad is None and torch.equal(state, before)
+    assert not state.requires_grad
+    assert state.grad is None
+    assert torch.equal(state, before)
     state.requires_grad_()  # a caller who asks for the gradient gets it
     model(tokens, targets, depths=Depths((2,) * 3, (2,) * 3), state=state).loss.backward()
-    assert state.grad is not None and state.grad.abs().sum() > 0
+    assert state.grad is not None
+    assert state.grad.abs().sum() > 0

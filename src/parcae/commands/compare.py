@@ -82,6 +82,10 @@ def _tables(entry: dict[str, Any], comparison: Comparison) -> Iterator[Table]:
         columns = ("text", "items", "unit", *names, "B - A")
         rows = [_text_row(task, of_task) for task, of_task in entry["texts"].items()]
         yield console.table("Loss of text", columns, rows)
+    if entry["suites"]:
+        columns = ("suite", "tasks", "unit", *names, "B - A")
+        rows = [_suite_row(suite, of_suite) for suite, of_suite in entry["suites"].items()]
+        yield console.table("Mean over the compared tasks in %", columns, rows)
 
 
 def _answers_row(task: str, entry: dict[str, Any]) -> tuple[object, ...]:
@@ -96,6 +100,12 @@ def _answers_row(task: str, entry: dict[str, Any]) -> tuple[object, ...]:
 def _text_row(task: str, entry: dict[str, Any]) -> tuple[object, ...]:
     nats = (f"{entry['nats'][side]:.4f}" for side in ("a", "b"))
     return (task, f"{entry['items']:,}", entry["unit"], *nats, _difference(entry, 1, 4))
+
+
+def _suite_row(suite: str, entry: dict[str, Any]) -> tuple[object, ...]:
+    tasks = f"{entry['tasks']} of {entry['tasks_wanted']}"
+    scores = (f"{100 * entry['score'][side]:.1f}" for side in ("a", "b"))
+    return (suite, tasks, entry["unit"], *scores, _difference(entry, 100, 1))
 
 
 def _difference(entry: dict[str, Any], scale: int, digits: int) -> str:
@@ -123,6 +133,9 @@ def _notes(comparison: Comparison) -> Iterator[str]:
     if a.context_length != b.context_length:
         lengths = f"{a.context_length:,} and {b.context_length:,}"
         yield f"The context lengths differ, {lengths} tokens: long prompts may be cut differently."
+    for entry in comparison.comparisons:
+        for name, reason in entry["left_out"].items():
+            yield f"Not compared: {name}, because {reason}."
     for side in ("a", "b"):
         counts = {task: number[side] for task, number in comparison.only_in_one.items()}
         unmatched = [f"{task} ({count:,})" for task, count in counts.items() if count]

@@ -6,6 +6,7 @@ in_context   CORE and CORE-Extended: tasks, items (files), prompts (text to toke
 zero_shot    the zero-shot tasks                           perplexity   WikiText, LAMBADA, texts
 loss         loss on rows of tokens; the suite `val`       scorer, hf_scorer, branches   the models
 results      the folder of an evaluation                   tables    tables and figure
+item_scores  the items of a folder, read back for `compare`
 harness      parcae models in lm-evaluation-harness        download  task files
 loop_trace   `parcae.trace_loops`: every loop on one text
 """

@@ -11,14 +11,16 @@ with several draws of few-shot examples is one question: its answers are average
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError
+from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
 from parcae.evaluation.jobs import mean, standard_error
-from parcae.evaluation.results import Evaluation, EvaluationResult, ItemScore, Key, evaluation_of
+from parcae.evaluation.results import EvaluationResult
+from parcae.evaluation.tasks import centre
 from parcae.files import FileError
 
 Pair = tuple[ItemScore, ItemScore]
@@ -42,19 +44,22 @@ class Comparison:
     a: Side
     b: Side
     comparisons: list[dict[str, Any]]
-    """One for each pair of numbers of loops: `tasks` with right answers, `texts` with losses."""
+    """One for each pair of numbers of loops: `tasks` with right answers, `texts` with losses (the
+    held-out loss is the text `val`), `suites` with the means of their tasks, and `left_out` with
+    the reason why a task or a suite that both have is not compared."""
     only_in_one: dict[str, dict[str, int]]
     """By task, how many items only A or only B has; they are not compared."""
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each pair of numbers of loops, task and metric; `p` is of a sign test."""
+        """One row for each pair of numbers of loops, task or suite, and metric; `p` is of a sign
+        test."""
         return [
             {
                 "loops_a": comparison["loops"]["a"],
                 "loops_b": comparison["loops"]["b"],
                 "task": task,
                 "metric": entry.get("unit", "accuracy"),
-                "items": entry.get("questions", entry.get("items")),
+                "items": entry.get("questions", entry.get("items", entry.get("tasks"))),
                 "a": values["a"],
                 "b": values["b"],
                 "difference": entry["difference"],
@@ -62,7 +67,7 @@ class Comparison:
                 "p": entry.get("p"),
             }
             for comparison in self.comparisons
-            for key, metric in (("tasks", "accuracy"), ("texts", "nats"))
+            for key, metric in (("tasks", "accuracy"), ("texts", "nats"), ("suites", "score"))
             for task, entry in comparison[key].items()
             for values in (entry[metric],)
         ]
@@ -139,14 +144,78 @@ def _each(a: Evaluation, b: Evaluation) -> list[Loops]:
 def compare_at(a: Evaluation, b: Evaluation, loops: Loops) -> dict[str, Any]:
     """A at one number of loops with B at another, task by task."""
     depths = a.loops.index(loops[0]), b.loops.index(loops[1])
-    answers, texts = {}, {}
+    answers, texts, left_out = {}, {}, {}
     for task, keys in in_common(a, b).items():
         pairs = {key: (a.items[task][key], b.items[task][key]) for key in keys}
+        if reason := _not_scored(pairs.values(), depths, loops):
+            left_out[task] = reason
+            continue
         if any(item.credit is not None for item, _ in pairs.values()):
             answers[task] = _compare_answers(pairs, *depths)
         if any(item.nats is not None for item, _ in pairs.values()):
             texts[task] = _compare_texts(list(pairs.values()), *depths)
-    return {"loops": {"a": loops[0], "b": loops[1]}, "tasks": answers, "texts": texts}
+    suites, without_mean = _compare_suites(a, b, answers)
+    return {
+        "loops": {"a": loops[0], "b": loops[1]},
+        "tasks": answers,
+        "texts": texts,
+        "suites": suites,
+        "left_out": left_out | without_mean,
+    }
+
+
+def _not_scored(pairs: Iterable[Pair], depths: tuple[int, int], loops: Loops) -> str | None:
+    """Why a task cannot be compared at these depths, or None."""
+    for side, (letter, depth) in enumerate(zip("AB", depths, strict=True)):
+        if any(depth in pair[side].missing for pair in pairs):
+            return f"not all of {letter}'s items are scored at {loops[side]} loops"
+    return None
+
+
+def _compare_suites(
+    a: Evaluation, b: Evaluation, answers: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The means over the compared tasks of each suite that both have, and the suites without."""
+    means, left_out = {}, {}
+    for suite, of_a in a.suites.items():
+        of_b = b.suites.get(suite)
+        if of_b is None or "tasks" not in of_a or "tasks" not in of_b:
+            continue
+        jobs = {
+            name: f"zero-shot/{name}" if suite == "zero-shot" else name for name in of_a["tasks"]
+        }
+        compared = {name: answers[job] for name, job in jobs.items() if job in answers}
+        if of_a.get("baselines") != of_b.get("baselines"):
+            left_out[suite] = "A and B are centred by different baselines"
+        elif not compared:
+            left_out[suite] = "none of its tasks is compared"
+        else:
+            means[suite] = _suite_mean(of_a["tasks"], compared)
+    return means, left_out
+
+
+def _suite_mean(tasks: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[str, Any]:
+    """Centred accuracy where the suite has baselines, else accuracy; the mean over tasks."""
+    guesses = {name: tasks[name].get("baseline") or 0.0 for name in compared}
+    scales = [centre(1.0, g) - centre(0.0, g) for g in guesses.values()]
+    scores = {
+        side: mean([centre(compared[name]["accuracy"][side], g) for name, g in guesses.items()])
+        for side in ("a", "b")
+    }
+    errors = [entry["standard_error"] for entry in compared.values()]
+    error = None
+    if None not in errors:
+        terms = zip(scales, errors, strict=True)
+        error = sum((scale * e) ** 2 for scale, e in terms) ** 0.5 / len(errors)
+    centred = any("baseline" in tasks[name] for name in compared)
+    return {
+        "tasks": len(compared),
+        "tasks_wanted": len(tasks),
+        "unit": "centred accuracy" if centred else "accuracy",
+        "score": scores,
+        "difference": scores["b"] - scores["a"],
+        "standard_error": error,
+    }
 
 
 def in_common(a: Evaluation, b: Evaluation) -> dict[str, list[Key]]:

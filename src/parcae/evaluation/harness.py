@@ -25,7 +25,13 @@ from parcae import console
 from parcae.config import ConfigError, require
 from parcae.evaluation.perplexity import continuations, windows
 from parcae.evaluation.prompts import Prompt, Span
-from parcae.evaluation.scorer import Answer, LoopedScorer, batches, is_transformers_model, open_scorer
+from parcae.evaluation.scorer import (
+    Answer,
+    LoopedScorer,
+    batches,
+    is_transformers_model,
+    open_scorer,
+)
 from parcae.infer.engine import Engine
 
 NEW_TOKENS = 256

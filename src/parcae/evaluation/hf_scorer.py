@@ -100,6 +100,10 @@ class HFScorer:
             ) from None
         return cls(model.to(device), tokenizer, name=name, **options)
 
+    def at(self, depths: tuple[int, ...]) -> HFScorer:
+        assert depths == self.depths
+        return self
+
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 

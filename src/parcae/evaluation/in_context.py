@@ -192,7 +192,7 @@ class TaskScores:
         self.questions = jobs[0].questions
         by_job = []
         for job in jobs:
-            records = samples.of(job)
+            records = samples.of(job, depths)
             self.description = job.describe(records)
             by_job.append([summary(job, records, i) for i in range(len(depths))])
         by_seed = [by_job[min(i, len(jobs) - 1)] for i in range(len(suite.seeds))]

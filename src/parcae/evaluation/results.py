@@ -1,14 +1,16 @@
-"""The folder of an evaluation: what is written item by item, and what is read back from it.
+"""The folder of an evaluation, written item by item; `item_scores` reads it for comparisons.
 
     result.json      the metrics of the last evaluation in the folder
     samples.jsonl    a line for every item and seed; an interrupted evaluation resumes from it
-    settings.json    model, loops and context length, which all samples in a folder share
+    settings.json    model and context length, which all samples in a folder share, and all `loops`
     scores.png       the scores against the number of loops
 
-    {"task": "arc_easy", "seed": 1234, "index": 17, "data": "d2d12e59543a", ...}   one sample
+    {"task": "arc_easy", "seed": 1234, "index": 17, "data": "d2d12e59543a", "loops": [4, 8], ...}
 
-A batch is appended by one write, so at worst the last line is incomplete; it is dropped. Samples of
-another file (`data` is the beginning of its SHA-256) do not count.
+Lists of a sample have one entry for each of its `loops`. An evaluation at further numbers of loops
+scores these alone and adds them to the samples; of two lines of one item the later counts. A batch
+is appended by one write, so at worst the last line is incomplete; it is dropped. Samples of another
+file (`data` is the beginning of its SHA-256) do not count.
 """
 
 from __future__ import annotations
@@ -16,30 +18,25 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from math import fsum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from parcae.evaluation.jobs import Job, Record, summary
 from parcae.files import (
     FileError,
     atomic_path,
-    read_json,
     read_sealed,
     reading,
     write_sealed,
     writing,
 )
-from parcae.runs.layout import EVALUATION_FOLDER
 
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
 SETTINGS = "settings.json"
 PICTURE = "scores.png"
-REMEDY = "Give a folder that `parcae eval` has written, and let the evaluation finish."
 
 Group = tuple[str, int | None, str]
 """Task, seed and the beginning of the data's SHA-256."""
@@ -124,10 +121,12 @@ class Samples:
     def __init__(
         self, folder: Path | None, settings: Mapping[str, Any], overwrite: bool = False
     ) -> None:
-        """`settings` must be the same for all records of a folder. `overwrite` drops earlier
-        records."""
+        """`settings` must be the same for all records of a folder, but for `loops`, which are
+        added to those of earlier records. `overwrite` drops earlier records."""
         self.path = None if folder is None else folder / SAMPLES
         self._lines: dict[Group, dict[int, str]] = defaultdict(dict)
+        self._loops: dict[Group, dict[int, tuple[int, ...]]] = defaultdict(dict)
+        settings = dict(settings)
         if folder is None or self.path is None:
             return
         remedy = "Choose another folder by --out, or drop its results by --again."
@@ -136,14 +135,16 @@ class Samples:
                 self.path.unlink(missing_ok=True)
         elif (folder / SETTINGS).exists() and self.path.exists():
             before = read_sealed(folder / SETTINGS, remedy)
-            if changed := sorted(k for k in settings if settings[k] != before.get(k)):
+            fixed = settings.keys() - {"loops"}
+            if changed := sorted(key for key in fixed if settings[key] != before.get(key)):
                 raise FileError(
                     f"{folder}: holds an evaluation with other {', '.join(changed)}. {remedy}"
                 )
             self._read(self.path, remedy)
+            settings["loops"] = sorted({*before.get("loops", ()), *settings.get("loops", ())})
         elif self.path.exists():
             raise FileError(f"{self.path}: {SETTINGS} is missing beside it. {remedy}")
-        write_sealed(folder / SETTINGS, dict(settings))
+        write_sealed(folder / SETTINGS, settings)
 
     def _read(self, path: Path, remedy: str) -> None:
         with reading(path):
@@ -158,35 +159,47 @@ class Samples:
             try:
                 record = json.loads(line)
                 group = (record["task"], record["seed"], record["data"])
-                self._lines[group][int(record["index"])] = line
+                index, loops = int(record["index"]), tuple(map(int, record["loops"]))
             except (ValueError, KeyError, TypeError):
                 raise FileError(f"{path}: line {number} is damaged. {remedy}") from None
+            self._lines[group][index], self._loops[group][index] = line, loops
 
-    def has(self, job: Job, index: int) -> bool:
-        return index in self._lines[_group(job)]
+    def missing(self, job: Job, depths: Sequence[int]) -> dict[tuple[int, ...], set[int]]:
+        """The items of a job without a record at some of `depths`, by these depths."""
+        scored, missing = self._loops[_group(job)], defaultdict(set)
+        for index in range(len(job)):
+            lacking = tuple(d for d in depths if d not in scored.get(index, ()))
+            if lacking:
+                missing[lacking].add(index)
+        return dict(missing)
 
-    def has_all(self, job: Job) -> bool:
-        return all(self.has(job, index) for index in range(len(job)))
+    def common_loops(self, jobs: Sequence[Job]) -> set[int]:
+        """The numbers of loops at which every item of all these jobs has a record."""
+        scored = (self._loops[_group(job)].get(i, ()) for job in jobs for i in range(len(job)))
+        different = [set(loops) for loops in set(scored)]
+        return set.intersection(*different) if different else set()
 
-    def add(self, job: Job, records: Mapping[int, Record]) -> None:
+    def add(self, job: Job, records: Mapping[int, Record], depths: Sequence[int]) -> None:
+        """Add records at `depths` to what is known of these items."""
         task, seed, data = group = _group(job)
-        lines = {
-            index: json.dumps(
-                {"task": task, "seed": seed, "index": index, "data": data, **record},
-                allow_nan=False,
-            )
-            for index, record in records.items()
-        }
+        lines: dict[int, str] = {}
+        for index, record in records.items():
+            new = {"task": task, "seed": seed, "index": index, "data": data}
+            new |= {"loops": list(depths), **record}
+            if index in self._lines[group]:
+                new = merged(json.loads(self._lines[group][index]), new)
+            lines[index] = json.dumps(new, allow_nan=False)
+            self._loops[group][index] = tuple(new["loops"])
         if self.path is not None:
             remedy = "Earlier samples are kept; free some space and start again."
             with writing(self.path, remedy), self.path.open("a", encoding="utf-8") as stream:
                 stream.write("".join(f"{line}\n" for line in lines.values()))
         self._lines[group].update(lines)
 
-    def of(self, job: Job) -> list[Record]:
-        """All records of a job, in order."""
+    def of(self, job: Job, depths: Sequence[int]) -> list[Record]:
+        """All records of a job at `depths`, in order."""
         lines = self._lines[_group(job)]
-        return [json.loads(lines[index]) for index in range(len(job))]
+        return [selected(json.loads(lines[index]), depths) for index in range(len(job))]
 
     def all(self) -> tuple[Record, ...]:
         return tuple(map(json.loads, self._sorted()))
@@ -208,9 +221,38 @@ def _group(job: Job) -> Group:
     return job.name, job.seed, job.fingerprint[:12]
 
 
+def merged(old: Record, new: Record) -> Record:
+    """A record at the loops of both; `new` counts where both have a number of loops."""
+    loops = sorted({*old["loops"], *new["loops"]})
+    sources = [new if depth in new["loops"] else old for depth in loops]
+    indices = [of["loops"].index(depth) for of, depth in zip(sources, loops, strict=True)]
+    return _columns(new, loops, sources, indices)
+
+
+def selected(record: Record, depths: Sequence[int]) -> Record:
+    """A record at some of its loops."""
+    indices = [record["loops"].index(depth) for depth in depths]
+    return _columns(record, depths, [record] * len(indices), indices)
+
+
+def _columns(
+    record: Record, loops: Sequence[int], sources: Sequence[Record], indices: Sequence[int]
+) -> Record:
+    """`record` with lists whose entry for each of `loops` is that of a source at an index."""
+    pairs = list(zip(sources, indices, strict=True))
+    result = {
+        key: [of[key][i] for of, i in pairs] if isinstance(value, list) else value
+        for key, value in record.items()
+        if key != "lost"
+    }
+    result["loops"] = list(loops)
+    lost = [n for n, (of, i) in enumerate(pairs) if i in of.get("lost", ())]
+    return result | ({"lost": lost} if lost else {})
+
+
 def job_result(job: Job, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
     """The entry of a job in the result: its data, and its metrics at each depth."""
-    records = samples.of(job)
+    records = samples.of(job, depths)
     return {
         **job.describe(records),
         "by_loops": {str(depth): summary(job, records, i) for i, depth in enumerate(depths)},
@@ -225,145 +267,3 @@ def coverage(tasks: Mapping[str, Any]) -> dict[str, Any]:
         "tasks_wanted": len(tasks),
         "missing": missing,
     }
-
-
-class Key(NamedTuple):
-    """Identifies an item in two evaluations."""
-
-    data: str
-    seed: int | None
-    number: int
-    """Of the question, the document, or the batch of rows."""
-
-
-@dataclass(frozen=True)
-class ItemScore:
-    """What is compared of an item; lists have one entry per depth, None where it diverged."""
-
-    credit: list[float | None] | None = None
-    """1 for a right answer; None where this is not measured."""
-    nats: list[float | None] | None = None
-    """Total loss; None where this is not measured."""
-    size: int = 1
-    """What `nats` is divided by, in `unit`s."""
-    unit: str = "word"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A finished evaluation, item by item."""
-
-    name: str
-    """Its folder, or the checkpoint where nothing was written."""
-    checkpoint: str
-    is_looped: bool
-    loops: tuple[int, ...]
-    context_length: int
-    items: Mapping[str, Mapping[Key, ItemScore]]
-    """By task."""
-
-
-def read_evaluation(folder: str | Path) -> Evaluation:
-    """Read an evaluation from its folder, or from the run or model it belongs to."""
-    folder = Path(folder)
-    if (folder / EVALUATION_FOLDER / RESULT).exists():  # a run has a result.json of its own
-        folder = folder / EVALUATION_FOLDER
-    if not (folder / RESULT).exists():
-        raise FileError(f"{folder / RESULT}: no such file. {REMEDY}")
-    result, settings = read_json(folder / RESULT), read_sealed(folder / SETTINGS, REMEDY)
-    try:
-        if list(result["loops"]) != settings["loops"]:
-            raise FileError(f"{folder}: {RESULT} and {SAMPLES} are of two evaluations. {REMEDY}")
-        return _evaluation(str(folder), result, _read_samples(folder))
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise FileError(f"{folder}: {RESULT} or {SAMPLES} is damaged. {REMEDY}") from None
-
-
-def evaluation_of(source: str | Path | EvaluationResult) -> Evaluation:
-    """The items of a result, or of a folder of results."""
-    if not isinstance(source, EvaluationResult):
-        return read_evaluation(source)
-    if source.folder is not None:
-        return read_evaluation(source.folder)
-    return _evaluation(source.checkpoint, source.to_json(), source.records)
-
-
-def _evaluation(name: str, result: Mapping[str, Any], records: Iterable[Record]) -> Evaluation:
-    by_task: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_task[record["task"]].append(record)
-    loops = tuple(result["loops"])
-    items = {
-        task: dict(_items(of_task, _window_count(result, task), len(loops)))
-        for task, of_task in by_task.items()
-    }
-    return Evaluation(
-        name, result["checkpoint"], result["looped"], loops, result["context_length"], items
-    )
-
-
-def _read_samples(folder: Path) -> Iterator[Record]:
-    path = folder / SAMPLES
-    with reading(path), path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError:
-                raise FileError(f"{path}: line {number} is not JSON. Is it truncated?") from None
-
-
-def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:
-    """The data of a text and the number of its windows."""
-    suite = result["suites"].get(task)
-    if not suite or "sha256" not in suite:
-        return None
-    return suite.get("fingerprint", suite["sha256"])[:12], suite["scored"]
-
-
-def _items(
-    records: list[Record], window_count: tuple[str, int] | None, depths: int
-) -> Iterator[tuple[Key, ItemScore]]:
-    if "document" in records[0]:
-        yield from _documents(records, window_count, depths)
-        return
-    for record in records:
-        key = Key(record["data"], record["seed"], record["index"])
-        if "rows" in record:
-            size = record["bytes"]
-            nats = _complete(record["nats" if size is None else "text_nats"], depths)
-            unit = "token" if size is None else "byte"
-            yield key, ItemScore(None, nats, record["tokens"] if size is None else size, unit)
-        elif "greedy" in record:
-            credit = [None if right is None else float(right) for right in record["greedy"]]
-            yield key, ItemScore(_complete(credit, depths), _complete(record["nats"], depths))
-        else:
-            yield key, ItemScore(_complete(record["credit"], depths))
-
-
-def _documents(
-    records: list[Record], window_count: tuple[str, int] | None, depths: int
-) -> Iterator[tuple[Key, ItemScore]]:
-    """The documents of which no window is missing, as the last ones of a killed evaluation are.
-
-    Windows depend on the tokenizer and the context length, and those of one document are not
-    independent of each other, so the items are whole documents."""
-    windows = {(record["data"], record["index"]): record for record in records}
-    for (data, document), keys in groupby(
-        sorted(windows), key=lambda key: (key[0], windows[key]["document"])
-    ):
-        indices = [index for _, index in keys]
-        after = indices[-1] + 1
-        parts = [windows[data, index] for index in indices]
-        has_first = parts[0]["bytes"] > 0
-        has_last = (data, after) in windows or (data, after) == window_count
-        if has_first and has_last and after - indices[0] == len(parts):
-            columns = zip(*(part["nats"] for part in parts), strict=True)
-            nats = [None if None in column else fsum(column) for column in columns]
-            score = ItemScore(None, _complete(nats, depths), parts[0]["bytes"], "byte")
-            yield Key(data, None, document), score
-
-
-def _complete(values: list[float | None], depths: int) -> list[float | None]:
-    if len(values) != depths:
-        raise ValueError
-    return values

@@ -8,7 +8,7 @@ pandas.DataFrame(result.table())
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,7 +88,8 @@ def evaluate(
         loops: Numbers of loops to score at; all are read from one pass. Default: the mean number of
             loops in training.
         out: Folder for result.json, samples.jsonl and scores.png. An interrupted evaluation resumes
-            from it. Default: nothing is written.
+            from it. Numbers of loops at which all items were scored earlier are kept in the result
+            and not computed again. Default: nothing is written.
         data: Folder of the task files. All suites but val need it.
         val_data: File of held-out texts for val. Default: the rows that the run holds out.
         separator: Line that separates the documents of `val_data`, if it is a text file, such as
@@ -179,48 +180,57 @@ def _evaluate(
     }
     samples = Samples(folder, settings, overwrite)
     suites: dict[str, Suite] = {name: SUITES[name].open(options, scorer) for name in names}
+    jobs = [job for suite in suites.values() for job in suite.jobs]
     try:
-        _score([job for suite in suites.values() for job in suite.jobs], scorer, samples, report)
+        _score(jobs, scorer, samples, report)
     except BrokenLogits as error:
         raise ConfigError(f"{scorer.name}: {error}") from None
+    loops = tuple(sorted({*scorer.depths, *samples.common_loops(jobs)}))
     result = EvaluationResult(
         checkpoint=scorer.name,
         looped=scorer.is_looped,
-        loops=scorer.depths,
+        loops=loops,
         state=state,
         context_length=scorer.context_length,
         limit=options.limit,
         eval_data=None if options.data is None else str(options.data),
-        suites={name: suite.result(samples, scorer.depths) for name, suite in suites.items()},
+        suites={name: suite.result(samples, loops) for name, suite in suites.items()},
         seconds=round(time.monotonic() - start, 1),
         folder=folder,
         records=samples.all() if folder is None else (),
     )
     if folder is not None:
         write_json(folder / RESULT, result.to_json())
-        picture(result, folder / PICTURE, published_scores(options.data, options.baselines))
+        published = published_scores(options.data, options.baselines)
+        if picture(result, folder / PICTURE, published) is None:
+            with writing(folder / PICTURE):  # one of an earlier evaluation
+                (folder / PICTURE).unlink(missing_ok=True)
     return result
 
 
 def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report) -> None:
-    """Score the items that have no record yet."""
-    jobs = [job for job in jobs if not samples.has_all(job)]
-    if not jobs:
+    """Score the items at the depths where they have no record yet."""
+    parts = [
+        (job, scorer.at(depths), items)
+        for job in jobs
+        for depths, items in samples.missing(job, scorer.depths).items()
+    ]
+    if not parts:
         return
-    costs = [job.cost(scorer) for job in jobs]
-    tokens = round(sum(cost * len(job) for cost, job in zip(costs, jobs, strict=True)))
+    costs = [job.cost(scorer) for job, *_ in parts]
+    tokens = round(sum(cost * len(job) for cost, (job, *_) in zip(costs, parts, strict=True)))
     tokens_done = 0.0
-    for job, cost in zip(jobs, costs, strict=True):
+    for (job, part, items), cost in zip(parts, costs, strict=True):
         label = job.name if job.seed is None else f"{job.name}, seed {job.seed}"
         items_done = 0
-        for count in score_job(job, scorer, samples):
+        for count in score_job(job, part, samples, items):
             items_done += count
             tokens_done += count * cost
             report(
                 Progress(
                     scorer.name,
                     scorer.is_looped,
-                    scorer.depths,
+                    part.depths,
                     label,
                     items_done,
                     len(job),
@@ -231,12 +241,12 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
     samples.sort()
 
 
-def score_job(job: Job, scorer: Scorer, samples: Samples) -> Iterator[int]:
-    """Score what is missing of a job; yield the number of items of each batch."""
+def score_job(job: Job, scorer: Scorer, samples: Samples, items: Collection[int]) -> Iterator[int]:
+    """Score some items of a job; yield the number of items of each batch, scored or not."""
     yield 0
-    for count, records in job.score(scorer, lambda index: samples.has(job, index)):
-        if records:
-            samples.add(job, records)
+    for count, records in job.score(scorer, lambda index: index not in items):
+        if new := {index: record for index, record in records.items() if index in items}:
+            samples.add(job, new, scorer.depths)
         yield count
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -80,6 +81,10 @@ class Scorer(Protocol):
     prefix: tuple[int, ...]
     """Tokens that the tokenizer itself puts before a text, as lm-evaluation-harness keeps them."""
 
+    def at(self, depths: tuple[int, ...]) -> Scorer:
+        """The same scorer for other numbers of loops."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def cost(self, prompt: Prompt) -> int:
@@ -118,6 +123,7 @@ class LoopedScorer:
         self.depths = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
         if not self.is_looped:
             self.depths = (1,)
+        self.first_depth = self.depths[0]
         default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
         self.batch_tokens = default if batch_tokens is None else batch_tokens
         require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
@@ -131,6 +137,11 @@ class LoopedScorer:
         self.tokenizer = tokenizer
         self.bos: int | None = tokenizer.bos
         self.prefix: tuple[int, ...] = (tokenizer.bos,)
+
+    def at(self, depths: tuple[int, ...]) -> LoopedScorer:
+        other = copy(self)
+        other.depths = depths
+        return other
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text)
@@ -173,7 +184,7 @@ class LoopedScorer:
         try:
             return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
         except BrokenLogits as error:
-            if loops == self.depths[0]:
+            if loops == self.first_depth:
                 raise BrokenLogits(f"at {loops} loops, {error}") from None
         return torch.full(targets.shape, torch.nan, dtype=torch.float64), torch.full_like(
             targets, -1, device="cpu"

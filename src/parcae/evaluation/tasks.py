@@ -56,8 +56,13 @@ class Task:
 
     def centred(self, accuracy: float, baselines: Baselines = "nanochat") -> float:
         """0 for guessing, 1 for no error."""
-        chance = self.baselines[baselines] / 100
-        return (accuracy - chance) / (1 - chance)
+        return centre(accuracy, self.baselines[baselines])
+
+
+def centre(accuracy: float, baseline: float) -> float:
+    """Centred accuracy: 0 for guessing, whose accuracy is `baseline` in percent, 1 for no error."""
+    chance = baseline / 100
+    return (accuracy - chance) / (1 - chance)
 
 
 @cache

@@ -1,0 +1,208 @@
+"""The scores of the items of an evaluation, read back from its folder to be compared."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import fsum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from parcae.evaluation.jobs import Record
+from parcae.evaluation.results import (
+    RESULT,
+    SAMPLES,
+    SETTINGS,
+    EvaluationResult,
+    merged,
+    selected,
+)
+from parcae.files import FileError, read_json, read_sealed, reading
+from parcae.runs.layout import EVALUATION_FOLDER
+
+REMEDY = "Give a folder that `parcae eval` has written, and let the evaluation finish."
+
+
+class Key(NamedTuple):
+    """Identifies an item in two evaluations."""
+
+    data: str
+    seed: int | None
+    number: int
+    """Of the question, the document, or the batch of rows."""
+
+
+@dataclass(frozen=True)
+class ItemScore:
+    """What is compared of an item; lists have one entry per depth, None where it diverged."""
+
+    credit: list[float | None] | None = None
+    """1 for a right answer; None where this is not measured."""
+    nats: list[float | None] | None = None
+    """Total loss; None where this is not measured."""
+    size: int = 1
+    """What `nats` is divided by, in `unit`s."""
+    unit: str = "word"
+    missing: frozenset[int] = frozenset()
+    """Indices of the depths at which the item was not scored."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished evaluation, item by item."""
+
+    name: str
+    """Its folder, or the checkpoint where nothing was written."""
+    checkpoint: str
+    is_looped: bool
+    loops: tuple[int, ...]
+    """All numbers of loops in the folder; a task may have been scored at fewer."""
+    context_length: int
+    items: Mapping[str, Mapping[Key, ItemScore]]
+    """By task."""
+    suites: Mapping[str, Any]
+    """Of the last evaluation, as in result.json."""
+
+
+def read_evaluation(folder: str | Path) -> Evaluation:
+    """Read an evaluation from its folder, or from the run or model it belongs to."""
+    folder = Path(folder)
+    if (folder / EVALUATION_FOLDER / RESULT).exists():  # a run has a result.json of its own
+        folder = folder / EVALUATION_FOLDER
+    if not (folder / RESULT).exists():
+        raise FileError(f"{folder / RESULT}: no such file. {REMEDY}")
+    result, settings = read_json(folder / RESULT), read_sealed(folder / SETTINGS, REMEDY)
+    try:
+        if not set(result["loops"]) <= set(settings["loops"]):
+            raise FileError(f"{folder}: {RESULT} and {SAMPLES} are of two evaluations. {REMEDY}")
+        return _evaluation(str(folder), result, _read_samples(folder), settings["loops"])
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise FileError(f"{folder}: {RESULT} or {SAMPLES} is damaged. {REMEDY}") from None
+
+
+def evaluation_of(source: str | Path | EvaluationResult) -> Evaluation:
+    """The items of a result, or of a folder of results."""
+    if not isinstance(source, EvaluationResult):
+        return read_evaluation(source)
+    if source.folder is not None:
+        return read_evaluation(source.folder)
+    return _evaluation(source.checkpoint, source.to_json(), source.records, source.loops)
+
+
+def _evaluation(
+    name: str, result: Mapping[str, Any], records: Iterable[Record], depths: Sequence[int]
+) -> Evaluation:
+    loops = tuple(depths)
+    latest: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        key = (record["task"], record["seed"], record["data"], record["index"])
+        latest[key] = record
+    by_task: dict[str, list[Record]] = defaultdict(list)
+    for record in latest.values():
+        by_task[record["task"]].append(_at_all_loops(record, loops))
+    items = {
+        task: dict(_items(of_task, _window_count(result, task), len(loops)))
+        for task, of_task in by_task.items()
+    }
+    return Evaluation(
+        name,
+        result["checkpoint"],
+        result["looped"],
+        loops,
+        result["context_length"],
+        items,
+        result["suites"],
+    )
+
+
+def _at_all_loops(record: Record, loops: tuple[int, ...]) -> Record:
+    """A record with null at the numbers of loops where it was not scored, in `missing`."""
+    scored = record["loops"]
+    for value in record.values():
+        if (
+            isinstance(value, list)
+            and value is not record.get("lost")
+            and len(value) != len(scored)
+        ):
+            raise ValueError
+    missing = [depth for depth in loops if depth not in scored]
+    if not missing:
+        return selected(record, loops)
+    empty = {key: [None] * len(missing) for key, value in record.items() if isinstance(value, list)}
+    full = merged(record, {**record, **empty, "loops": missing, "lost": []})
+    return full | {"missing": [loops.index(depth) for depth in missing]}
+
+
+def _read_samples(folder: Path) -> Iterator[Record]:
+    path = folder / SAMPLES
+    with reading(path), path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError:
+                raise FileError(f"{path}: line {number} is not JSON. Is it truncated?") from None
+
+
+def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:
+    """The data of a text and the number of its windows."""
+    suite = result["suites"].get(task)
+    if not suite or "sha256" not in suite:
+        return None
+    return suite.get("fingerprint", suite["sha256"])[:12], suite["scored"]
+
+
+def _items(
+    records: list[Record], window_count: tuple[str, int] | None, depths: int
+) -> Iterator[tuple[Key, ItemScore]]:
+    if "document" in records[0]:
+        yield from _documents(records, window_count, depths)
+        return
+    for record in records:
+        key = Key(record["data"], record["seed"], record["index"])
+        missing = frozenset(record.get("missing", ()))
+        if "rows" in record:
+            size = record["bytes"]
+            nats = _complete(record["nats" if size is None else "text_nats"], depths)
+            unit = "token" if size is None else "byte"
+            size = record["tokens"] if size is None else size
+            yield key, ItemScore(None, nats, size, unit, missing)
+        elif "greedy" in record:
+            credit = [None if right is None else float(right) for right in record["greedy"]]
+            nats = _complete(record["nats"], depths)
+            yield key, ItemScore(_complete(credit, depths), nats, missing=missing)
+        else:
+            yield key, ItemScore(_complete(record["credit"], depths), missing=missing)
+
+
+def _documents(
+    records: list[Record], window_count: tuple[str, int] | None, depths: int
+) -> Iterator[tuple[Key, ItemScore]]:
+    """The documents of which no window is missing, as the last ones of a killed evaluation are.
+
+    Windows depend on the tokenizer and the context length, and those of one document are not
+    independent of each other, so the items are whole documents."""
+    windows = {(record["data"], record["index"]): record for record in records}
+    for (data, document), keys in groupby(
+        sorted(windows), key=lambda key: (key[0], windows[key]["document"])
+    ):
+        indices = [index for _, index in keys]
+        after = indices[-1] + 1
+        parts = [windows[data, index] for index in indices]
+        has_first = parts[0]["bytes"] > 0
+        has_last = (data, after) in windows or (data, after) == window_count
+        if has_first and has_last and after - indices[0] == len(parts):
+            columns = zip(*(part["nats"] for part in parts), strict=True)
+            nats = [None if None in column else fsum(column) for column in columns]
+            missing = frozenset(index for part in parts for index in part.get("missing", ()))
+            size = parts[0]["bytes"]
+            score = ItemScore(None, _complete(nats, depths), size, "byte", missing)
+            yield Key(data, None, document), score
+
+
+def _complete(values: list[float | None], depths: int) -> list[float | None]:
+    if len(values) != depths:
+        raise ValueError
+    return values
