@@ -39,7 +39,8 @@ class EngineStep:
         generator = torch.Generator().manual_seed(0)
         prompts = torch.randint(model.config.vocab_size, (rows, context), generator=generator)
         requests = [
-            self.engine.request(prompt, loops=loops, new_tokens=1000) for prompt in prompts.tolist()
+            self.engine.request(prompt, loops=loops, new_tokens=1000, temperature=0)
+            for prompt in prompts.tolist()
         ]
         self.engine.rows.reserve(requests, 0)
         for request in requests:

@@ -31,6 +31,13 @@ TRANSFORMER = tiny(
 ALL_KINDS = {**KINDS, "transformer": TRANSFORMER}
 
 
+class GreedyEngine(Engine):
+    """An engine whose default temperature is 0, for comparisons with an oracle."""
+
+    def request(self, prompt, *, temperature=0.0, **options):
+        return super().request(prompt, temperature=temperature, **options)
+
+
 @cache
 def model_of(kind: str) -> LanguageModel:
     """The same model for all tests of a process; nobody may change it."""

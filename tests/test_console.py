@@ -121,3 +121,9 @@ def test_lists_separated_by_commas() -> None:
     ):
         with pytest.raises(ArgumentTypeError, match=problem):
             parse(text)
+
+
+def test_one_item_is_singular():
+    assert console.format_items(1, "run") == "1 run"
+    assert console.format_items(0, "run") == "0 runs"
+    assert console.format_items(1234, "item") == "1,234 items"

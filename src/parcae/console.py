@@ -164,6 +164,11 @@ def format_count(value: float) -> str:
     return _with_prefix(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")))
 
 
+def format_items(count: int, noun: str) -> str:
+    """1 run, 2 runs, 1,000 runs."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def format_si(value: float, unit: str) -> str:
     """A measured value with an SI prefix: 312 TFLOP/s."""
     prefixes = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

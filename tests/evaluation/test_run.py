@@ -8,6 +8,7 @@ import pytest
 
 import parcae
 from parcae.config import ConfigError
+from parcae.evaluation import tables
 from parcae.evaluation.suites import SUITES
 
 OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}
@@ -104,3 +105,18 @@ def test_mistakes(options, message, small_model, small_tokenizer):
     with pytest.raises(ConfigError) as caught:
         parcae.evaluate(small_model, **{"tokenizer": small_tokenizer, **options})
     assert message in str(caught.value)
+
+
+def test_the_figure_states_the_number_of_items(small_model, small_tokenizer, task_folder):
+    result = parcae.evaluate(
+        small_model,
+        ("core", "lambada"),
+        loops=(1, 2),
+        data=task_folder,
+        limit=2,
+        seeds=[1],
+        tokenizer=small_tokenizer,
+    )
+    core, lambada = (panel[0] for panel in tables._panels(result))
+    assert core == "CORE, 4 of 22 tasks\n8 items"
+    assert lambada == "LAMBADA\n2 items"

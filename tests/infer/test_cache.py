@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from conftest import tiny
+from oracles import GreedyEngine as Engine
 from oracles import model_of
 from parcae.config import ConfigError
 from parcae.infer import cache as cache_module
 from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.engine import Engine
 
 POLICIES = ["full", "shared", "last:2", "last:9", "first:3"]
 CPU = torch.device("cpu")

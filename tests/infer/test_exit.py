@@ -14,9 +14,9 @@ from oracles import (
     follow_with_oracle,
     model_of,
 )
+from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer import exit as exit_module
-from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitMonitor, ExitRule
 
 LOOPS = 6

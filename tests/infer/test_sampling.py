@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -73,7 +74,7 @@ def test_rows_do_not_know_each_other():
 
 def test_everything_open_is_softmax():
     logits = torch.randn(20, generator=torch.Generator().manual_seed(1))
-    wide = Sampling(top_k=99, top_p=1.0, min_p=0.0)
+    wide = Sampling(temperature=1.0, top_k=99, top_p=1.0, min_p=0.0)
     torch.testing.assert_close(probabilities(logits, wide), logits.double().softmax(-1))
 
 
@@ -212,3 +213,14 @@ def test_logits_that_are_not_numbers(broken, temperature):
         probabilities(torch.tensor(broken), sampling)
     with pytest.raises(ValueError, match="not a number"):
         pick(torch.tensor(broken), sampling, 0, 0, [])
+
+
+def test_every_entry_point_has_one_default_temperature():
+    from parcae.commands.generate import OPTIONS
+    from parcae.infer import DEFAULT_TEMPERATURE, reference
+    from parcae.infer.engine import Engine
+
+    signatures = (inspect.signature(call) for call in (Engine.request, reference.generate))
+    defaults = {signature.parameters["temperature"].default for signature in signatures}
+    defaults |= {option.default for option in OPTIONS if option.name == "temperature"}
+    assert defaults | {Sampling().temperature} == {DEFAULT_TEMPERATURE}

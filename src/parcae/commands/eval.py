@@ -200,7 +200,7 @@ def _progress() -> Iterator[Report]:
                 visible=True,
             )
             if progress.items_done == progress.items and not console.err.is_terminal:
-                line = f"{progress.task}: {progress.items:,} items scored"
+                line = f"{progress.task}: {console.format_items(progress.items, 'item')} scored"
                 console.err.print(line, markup=False, highlight=False)
 
         yield report

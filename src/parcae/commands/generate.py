@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parcae.infer import DEFAULT_TEMPERATURE
+
 if TYPE_CHECKING:
     from parcae.infer.engine import Engine
     from parcae.runs import Checkpoint
@@ -56,7 +58,14 @@ OPTIONS = (
     ),
     Option("draft-tokens", "draft_tokens", int, 4, "K", "tokens per draft (default: 4)"),
     Option("new-tokens", "new_tokens", int, 128, "N", "largest number of tokens (default: 128)"),
-    Option("temperature", "temperature", float, 0.8, "X", "0 is greedy (default: 0.8)"),
+    Option(
+        "temperature",
+        "temperature",
+        float,
+        DEFAULT_TEMPERATURE,
+        "X",
+        f"0 is greedy (default: {DEFAULT_TEMPERATURE})",
+    ),
     Option("top-k", "top_k", int, None, "K", "sample from the K likeliest tokens (default: all)"),
     Option(
         "top-p",

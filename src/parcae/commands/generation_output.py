@@ -82,7 +82,10 @@ def _speed(meter: Meter) -> str:
     if meter.completion is None:
         parts.append("interrupted")
     elif meter.completion.finish != "length":
-        reasons = {"context": "the context is full", "stop": "ended"}
+        reasons = {
+            "context": "the context is full",
+            "stop": "at a stop token or stop string",
+        }
         parts.append(reasons[meter.completion.finish])
     return ", ".join(parts)
 

@@ -16,9 +16,10 @@ from parcae.infer.sequence import Meter
 from parcae.machine import StopSignals
 
 HELP = r"""Every line is a prompt; a line that ends in \ continues on the next one.
-An empty line or Ctrl-D quits. Ctrl-C stops the current text. /more continues the last text.
+/quit, an empty line or Ctrl-D quits. Ctrl-C stops the current text. /more continues the last text.
 /NAME VALUE changes a setting, as in /loops 4; /NAME none resets it. Current settings:
 """
+QUIT = ("/quit", "/q")
 BY_FLAG = {option.flag: option for option in OPTIONS}
 
 
@@ -27,7 +28,7 @@ def run_repl(engine: Engine, options: dict[str, Any], source: Path) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history)
     engine.request("", **options)  # invalid options end the command at once
-    _print(f"{source}: type a prompt, or /help. An empty line quits.")
+    _print(f"{source}: type a prompt, or /help. /quit or an empty line quits.")
     repl = Repl(engine, options)
     while True:
         try:
@@ -38,7 +39,7 @@ def run_repl(engine: Engine, options: dict[str, Any], source: Path) -> None:
         except KeyboardInterrupt:  # discard the line
             _print("")
             continue
-        if not line:
+        if not line or line.strip() in QUIT:
             return
         try:
             repl.handle(line)

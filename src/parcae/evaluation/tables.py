@@ -132,7 +132,9 @@ def _in_context_table(
     rows.append((f"{title}, {_task_count(suite)}", "", "", *totals, *others))
     columns = ("task", "type, shots", "items", *_headings(loops, result), *published)
     caption = f"{title}: centred accuracy in %, {suite['baselines']} baselines"
-    return console.table(f"{caption}, {len(suite['seeds'])} seeds", columns, rows)
+    return console.table(
+        f"{caption}, {console.format_items(len(suite['seeds']), 'seed')}", columns, rows
+    )
 
 
 def _zero_shot_table(name: str, suite: Tree, result: EvaluationResult) -> Table:
@@ -164,7 +166,7 @@ def _text_table(name: str, suite: Tree, result: EvaluationResult) -> Table:
     if "file" in suite:
         title += f": {Path(suite['file']).name}"
     elif "rows" in suite:
-        title += f": {suite['rows']:,} rows"
+        title += f": {console.format_items(suite['rows'], 'row')}"
     elif not rows:
         title += ": data missing"
     return console.table(title, ("metric", *_headings(loops, result)), rows)
@@ -184,7 +186,7 @@ def notes(result: EvaluationResult) -> list[str]:
     if diverged:
         lines.append(f"No score, because the model diverged: T={', '.join(diverged)}.")
     if result.limit is not None:
-        lines.append(f"Limited to {result.limit} items of each task.")
+        lines.append(f"Limited to {console.format_items(result.limit, 'item')} of each task.")
     if missing := sorted({name for suite in suites for name in suite.get("missing", ())}):
         lines.append(f"Missing tasks, not included in any mean: {', '.join(missing)}.")
     return lines
@@ -226,10 +228,19 @@ def _panels(result: EvaluationResult) -> Iterator[Panel]:
             points = {t: 100 * metrics["score"] for t, metrics in by_loops.items()}
             deviations = [100 * m["deviation"] for m in by_loops.values() if m.get("deviation")]
             complete = deviations if len(deviations) == len(points) else None
-            yield f"{entry.title}, {_task_count(suite)}", entry.unit, points, complete
+            title = f"{entry.title}, {_task_count(suite)}\n{_scored_items(suite)}"
+            yield title, entry.unit, points, complete
             continue
         points = {t: m[entry.metric] for t, m in by_loops.items() if m.get(entry.metric)}
-        yield entry.title, entry.unit, points, None
+        yield f"{entry.title}\n{_scored_items(suite)}", entry.unit, points, None
+
+
+def _scored_items(suite: Tree) -> str:
+    """How many items a score was measured on: questions, windows of a text, or held-out rows."""
+    if "rows" in suite:
+        return console.format_items(suite["rows"], "row")
+    tasks = suite["tasks"].values() if "tasks" in suite else [suite]
+    return console.format_items(sum(task.get("scored", 0) for task in tasks if task), "item")
 
 
 def _task_count(suite: Tree) -> str:

@@ -24,7 +24,7 @@ import torch
 
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer import speculative
+from parcae.infer import DEFAULT_TEMPERATURE, speculative
 from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
@@ -99,7 +99,7 @@ class Engine:
         exit: str | ExitRule | None = None,
         draft_loops: int = 0,
         draft_tokens: int = 4,
-        temperature: float = 0.0,
+        temperature: float = DEFAULT_TEMPERATURE,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
@@ -112,13 +112,14 @@ class Engine:
         """A valid request; ConfigError for anything invalid.
 
         `prompt`: text, which is encoded after the tokenizer's BOS, or token ids.
-        `new_tokens`: the largest number of tokens to generate.
+        `new_tokens`: the largest number of tokens to generate. A text also ends when the model's
+        context is full; earlier tokens are never dropped to continue it.
         `loops`: loops per token; the default is the mean of training.
         `exit`: when a token may stop earlier, such as "state:0.1", "kl:0.01", "budget:4" or a rule
         of `register_exit_rule`.
         `draft_loops`, `draft_tokens`: loops and tokens of speculative drafts; 0 loops is none.
-        `temperature` (0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`: how
-        tokens are sampled.
+        `temperature` (0 is greedy; the default is 0.8), `top_k`, `top_p`, `min_p`,
+        `repetition_penalty`, `seed`: how tokens are sampled.
         `stop`: strings that end the text. `stop_tokens`: token ids that end it; the default is the
         tokenizer's BOS, which starts the next document, and none without a tokenizer.
         `logprobs`: return log-probabilities of each token and of this many likeliest ones.
@@ -331,8 +332,6 @@ def generate(
 def generate(
     model: LanguageModel | Checkpoint | str | Path,
     prompt: Prompt,
-    *,
-    temperature: float = 1.0,
     **options: Any,
 ) -> str | list[int]:
     """The continuation of a prompt: text for text, token ids for token ids, without the prompt.
@@ -349,7 +348,7 @@ def generate(
     if isinstance(model, Checkpoint):
         model, tokenizer = model.model, model.tokenizer
     engine = Engine(model, tokenizer, rows=1)
-    completion = engine.generate(prompt, temperature=temperature, **options)
+    completion = engine.generate(prompt, **options)
     if isinstance(prompt, str):
         assert completion.text is not None
         return completion.text

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parcae.config import require
+from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.request import check_prompt, check_whole
 from parcae.infer.sampling import Sampling, pick
 from parcae.model.depth import Depths
@@ -28,7 +30,7 @@ def generate(
     *,
     new_tokens: int,
     loops: int | None = None,
-    temperature: float = 1.0,
+    temperature: float = DEFAULT_TEMPERATURE,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -39,7 +41,8 @@ def generate(
     """The tokens that follow `prompt`, at most `new_tokens`, up to the first of `stop_tokens`.
 
     Every position loops `loops` times from a state of zeros; the default is the mean of training.
-    When the context is full, the model sees the last `context_length` tokens, from position 0.
+    Like the engine, it refuses a prompt that is longer than the context, and ends the text when
+    the context is full.
     """
     sampling = Sampling(
         temperature=temperature,
@@ -50,10 +53,13 @@ def generate(
     )
     tokens = check_prompt(prompt, model.config.vocab_size)
     check_whole("new_tokens", new_tokens, 1)
+    limit = model.config.context_length
+    problem = f"{len(tokens)} tokens, but the model's context holds {limit}"
+    require(len(tokens) <= limit, "prompt", problem, "Shorten the prompt.")
     loops = model.config.loop.nominal_loops if loops is None else loops
     start, ends = len(tokens), frozenset(stop_tokens)
-    for position in range(start, start + new_tokens):
-        window = torch.tensor([tokens[-model.config.context_length :]], device=model.device)
+    for position in range(start, min(start + new_tokens, limit + 1)):
+        window = torch.tensor([tokens], device=model.device)
         _, x = next(iter(model.readings(window, (loops,), state="zero")))
         token = pick(model.logits(x[0, -1]).cpu(), sampling, seed, position, tokens)
         if token in ends:

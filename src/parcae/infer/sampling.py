@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import require
+from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.rng import keyed_generator
 
 TOP_P_CANDIDATES = 512
@@ -38,7 +39,7 @@ class BrokenLogits(ValueError):
 class Sampling:
     """How a token is chosen from logits."""
 
-    temperature: float = 1.0
+    temperature: float = DEFAULT_TEMPERATURE
     """0 takes the likeliest token."""
     top_k: int | None = None
     top_p: float | None = None

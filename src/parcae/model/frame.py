@@ -86,6 +86,10 @@ class LanguageModel(nn.Module, ABC):
     def compile_layers(self, **options: Any) -> None:
         """Compile the stacks of layers in place; the options are those of `torch.compile`."""
 
+    def compile(self, **options: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`compile_layers`: compiling all loops as one graph would take minutes at every depth."""
+        self.compile_layers(**options)
+
     @abstractmethod
     def checkpoint_loops(self) -> None:
         """Recompute loops in the backward from the states between them: less memory, slower."""

@@ -25,6 +25,10 @@ from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
 from parcae.model.init import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
 
+untraced = torch.compiler.disable(recursive=False, reason="its layers are compiled one by one")
+"""Lets `torch.compile(model)` compile the layers that a function calls, not the function itself:
+unrolled loops would take minutes to compile, and again for every number of loops."""
+
 Record = Literal["states", "residuals", "logits"]
 RECORDS: tuple[Record, ...] = ("states", "residuals", "logits")
 
@@ -83,6 +87,7 @@ class Loop(nn.Module):
         self.checkpointed = False
         """Keep only the state between loops and compute the rest again in the backward."""
 
+    @untraced
     def forward(
         self,
         h: Tensor,
@@ -120,6 +125,7 @@ class Loop(nn.Module):
         weights = self.core.blocks.fused_weights()
         return LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
 
+    @untraced
     def _step(self, h: Tensor, inputs: LoopInputs) -> Tensor:
         if self.core.is_compiled:
             inputs.let_rows_vary(h)
@@ -127,6 +133,7 @@ class Loop(nn.Module):
             return _checkpoint(self.core, h, inputs)
         return self.core(h, inputs)
 
+    @untraced
     def _run(
         self, h: Tensor, active: Sequence[int], inputs: LoopInputs, recorder: Recorder | None
     ) -> Tensor:
@@ -234,6 +241,7 @@ class LoopedModel(LanguageModel):
             "state": draw_state_rows(self.config, seed, step, rows, length, self.device),
         }
 
+    @untraced
     def forward(
         self,
         tokens: Tensor,

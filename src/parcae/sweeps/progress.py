@@ -139,10 +139,10 @@ def print_plan(
         )
         for run in runs
     ]
-    title = f"{len(runs)} runs in {folder}"
+    title = f"{console.format_items(len(runs), 'run')} in {folder}"
     console.out.print(console.table(title, (*columns, "FLOPs", "ETA", "state"), rows))
     flops = console.format_flops(sum(run.flops for run in to_do))
-    text = f"To do: {len(to_do)} runs, {flops} FLOPs"
+    text = f"To do: {console.format_items(len(to_do), 'run')}, {flops} FLOPs"
     seconds = estimate.wall_seconds(to_do, workers)
     if seconds is not None and to_do:
         order = f"{workers} at a time" if workers > 1 else "one after another"
@@ -175,7 +175,7 @@ def note_on_budgets(runs: Sequence[PlannedRun]) -> str | None:
         return None
     name = max(off, key=lambda key: abs(off[key]))
     return (
-        f"Steps are whole: {len(off)} runs miss their budget by more than 2 %, {name} by "
+        f"Steps are whole: {len(off)} of the runs miss their budget by more than 2 %, {name} by "
         f"{off[name]:+.1%}. Use larger budgets or a smaller data.global_batch."
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from parcae.config import ConfigError
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import DepthLosses, Totals, totals_by_depth
+from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import BrokenLogits
 from parcae.model import create
@@ -196,7 +197,7 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
                     ids,
                     new_tokens=recipe.run.sample_tokens,
                     loops=depth,
-                    temperature=0.8,
+                    temperature=DEFAULT_TEMPERATURE,
                     top_k=50,
                     seed=recipe.run.seed,
                     stop_tokens=(tokenizer.bos,),
