@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from parcae.data.tokenizer import Tokenizer
 
-FORMAT = 3
+FORMAT = 4
 """Of the samples; changes with what they hold."""
 
 
