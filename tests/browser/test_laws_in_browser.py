@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,20 +48,18 @@ def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, result):
     assert probed["wide"] <= 0
     assert probed["dots"] >= 7 + 10
     model = result.models["parcae-370m"]
-    # The page answers from the unified law, also about optima.
-    unified = replace(model, laws={"training": model.laws["unified"]})
     positions = page_data(model)["flops"]
     for shown, index in zip(probed["shown"], (None, 3, 70), strict=True):
         text, loops, loss = re.search(
             r"For (\S+) FLOPs: ([\d.]+) .*?loss ([\d.]+)", shown["answer"]
         ).groups()
         flops = float(text) if index is None else positions[index]
-        expected = recommend(unified, flops)
+        expected = recommend(model, flops)
         assert float(loops) == pytest.approx(expected.loops.value, abs=0.051)
         assert float(loss) == pytest.approx(expected.loss.value, abs=5.1e-5)
         for mu, *series in shown["loops"]:
-            tokens = flops / float(model.shape.flops_per_token(mu))
-            check(series, loss_at(unified, mu, tokens).estimate)
+            tokens = flops / float(model.shape.smooth_flops_per_token(mu))
+            check(series, loss_at(model, mu, tokens).estimate)
         for test_loops, *series in shown["test"]:
             tokens = flops / float(model.shape.flops_per_token(shown["mu"]))
             check(series, loss_at(model, shown["mu"], tokens, test_loops).estimate)

@@ -51,7 +51,10 @@ def test_a_parabola_that_opens_downwards_has_no_optimum():
 def test_three_points_make_no_parabola():
     where, loss, budget = curves()
     few = np.isin(where, (2, 6, 12))
-    with pytest.raises(FitError, match="no budget has runs at 4 or more depths"):
+    with pytest.raises(
+        FitError,
+        match=r"no budget has looped runs at 4 or more depths; the most is 3\. mean_loops = 1",
+    ):
         fit_parabolas(where[few], loss[few], budget[few])
 
 

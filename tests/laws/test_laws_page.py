@@ -9,7 +9,7 @@ from scipy.interpolate import lagrange
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.analysis import fit
 from parcae.laws.page import page_data
-from parcae.laws.predict import loss_at
+from parcae.laws.predict import loss_at, recommend
 
 pytestmark = pytest.mark.slow
 
@@ -34,16 +34,15 @@ def interpolated(data, flops, values):
 
 
 def test_curves_between_the_nodes_are_the_laws_to_a_ten_thousandth(model, data):
-    unified = {**model.laws["unified"].values}
+    training = model.laws["training"].values
     errors = []
     for flops in data["flops"][::7]:
         for index in (0, 9, 25, 40):
             loops = data["loops"][index]
-            tokens = flops / float(model.shape.flops_per_token(loops))
-            floor = unified["E"] + unified["X"] * model.shape.effective_params(loops) ** (
-                -unified["x"]
-            )
-            expected = float(floor + unified["Y"] * tokens ** -unified["y"])
+            tokens = flops / float(model.shape.smooth_flops_per_token(loops))
+            size = float(model.shape.effective_params(loops))
+            expected = training["E"] + training["X"] * size ** -training["x"]
+            expected += training["Y"] * tokens ** -training["y"]
             nodes = [node[0][index] for node in data["byLoops"]]
             errors.append(abs(interpolated(data, flops, nodes) - expected))
         depth = data["depths"].index(8)
@@ -53,6 +52,13 @@ def test_curves_between_the_nodes_are_the_laws_to_a_ten_thousandth(model, data):
             nodes = [node[depth][0][index] for node in data["byTestLoops"]]
             errors.append(abs(interpolated(data, flops, nodes) - expected))
     assert max(errors) < 1e-4
+
+
+def test_the_page_and_predict_give_one_answer(model, data):
+    for index in (0, 40, 90):
+        best = recommend(model, data["flops"][index])
+        assert data["bestLoops"][index] == best.loops.value
+        assert f"loss {best.loss.value:.4f} ({best.loss.low:.4f} to" in data["answers"][index]
 
 
 def test_sliders_stop_at_the_runs(model, data):

@@ -70,13 +70,16 @@ def test_the_contents_of_the_file(path, result):
 def test_a_recommendation_is_the_lowest_point_of_the_law(model):
     answer = predict.recommend(model, 64e18)
     loops = np.geomspace(2, 60, 20_000)
-    losses = loss_by_hand(model, loops, 64e18 / model.shape.flops_per_token(loops))
+    losses = loss_by_hand(model, loops, 64e18 / model.shape.smooth_flops_per_token(loops))
     assert answer.loops.value == pytest.approx(loops[losses.argmin()], rel=2e-3)
     assert answer.loss.value == pytest.approx(losses.min(), abs=1e-7)
-    spent = answer.tokens.value * model.shape.flops_per_token(answer.loops.value)
+    spent = answer.tokens.value * model.shape.smooth_flops_per_token(answer.loops.value)
     assert spent == pytest.approx(64e18, rel=1e-6)
     assert answer.loops.low < answer.loops.value < answer.loops.high
-    assert answer.whole_loops in (7, 8)
+    whole = np.arange(1, 40)
+    losses = loss_by_hand(model, whole, 64e18 / model.shape.flops_per_token(whole))
+    assert answer.whole_loops == whole[losses.argmin()]
+    assert answer.whole_loss == pytest.approx(losses.min(), abs=1e-9)
     assert answer.notes == []
     assert predict.recommend(model, 1e21).notes  # far beyond the grid
 
@@ -91,6 +94,15 @@ def test_the_loss_of_a_run_with_and_without_t(model):
     assert tested.estimate.value == pytest.approx(float(UNIFIED.predict(values, at)[0]))
     assert tested.estimate.value > trained.estimate.value
     assert "is outside the runs" in predict.loss_at(model, 8, 1e13).notes[0]
+
+
+def test_an_optimum_at_the_end_of_the_search_has_the_loss_there(model):
+    """A vertex beyond the grid would be lower than any loss the law has."""
+    for flops, end in ((1e10, 1.0), (1e40, 256.0)):
+        loops, loss = frontier(model.laws["training"].values, model.shape, flops)
+        assert loops[0] == pytest.approx(end)
+        tokens = flops / float(model.shape.smooth_flops_per_token(end))
+        assert loss[0] == pytest.approx(loss_by_hand(model, end, tokens), rel=1e-12)
 
 
 def test_the_loops_worth_using(model):
@@ -172,7 +184,7 @@ def test_a_file_that_was_changed_is_refused(path, tmp_path):
     (tmp_path / "fit.json").write_text(json.dumps(tree))
     with pytest.raises(FileError, match="changed since it was written"):
         read_fit(tmp_path / "fit.json")
-    write_sealed(tmp_path / "other.json", {"format": 1, "models": {"m": {"fitted": {}}}})
+    write_sealed(tmp_path / "other.json", {"format": 2, "models": {"m": {"fitted": {}}}})
     with pytest.raises(FileError, match="not a fit"):
         read_fit(tmp_path / "other.json")
     with pytest.raises(FileError, match="no such file"):

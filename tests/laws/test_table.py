@@ -10,6 +10,7 @@ from parcae.laws.table import (
     COLUMNS,
     TableError,
     as_table,
+    gap_shares,
     read_table,
     table_from_rows,
     write_table,
@@ -92,6 +93,53 @@ def test_many_rows_are_not_all_listed():
         table_from_rows(rows)
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_semicolons_and_tabs_separate_cells_too(tmp_path, separator):
+    expected = table_from_rows([{**one, "note": "a, b"} for one in ROWS])
+    path = write_table(tmp_path / "runs.csv", expected)
+    lines = [separator.join(expected.columns)]
+    lines += [
+        separator.join(map(str, cells)) for cells in zip(*expected.columns.values(), strict=True)
+    ]
+    path.write_text("\ufeff" + "\n".join(lines) + "\n", encoding="utf-8")
+    back = read_table(path)
+    for name in expected.columns:
+        assert back[name].tolist() == expected[name].tolist(), name
+
+
+def test_tab_separated_files_have_a_suffix_of_their_own(tmp_path):
+    path = write_table(tmp_path / "runs.tsv", table_from_rows(ROWS))
+    assert path.read_text().startswith("model\tmean_loops\t")
+    assert read_table(path)["loss"].tolist() == [3.0, 2.9, 2.8]
+
+
+def test_a_decimal_comma_is_named(tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text(";".join(COLUMNS) + "\nm;2;1e9;1e18;1,5e8;2;3,0\n")
+    with pytest.raises(TableError, match=r"not a number in row 1 .*with a decimal point"):
+        read_table(path)
+
+
+def test_a_set_must_be_one_and_a_score_a_number():
+    with pytest.raises(TableError, match="'set' is none of grid, curve, end-to-end in row 1"):
+        table_from_rows([row(set="iso"), row(set="grid", test_loops=3, loss=2.0)])
+    with pytest.raises(TableError, match="'core' is not a number in row 1"):
+        table_from_rows([row(core="14,04"), row(core="", test_loops=3, loss=2.0)])
+
+
+def test_models_of_a_sweep_are_matched_by_their_parameters():
+    """Names of a sweep end in the number of parameters, which differs between architectures."""
+    models = {"looped-88k": (88e3, 12.0), "transformer-85k": (85e3, 10.0)}
+    models |= {"transformer-180k": (180e3, 14.0)}
+    rows = [
+        row(model=name, mean_loops=1, test_loops=1, parameters=size, effective_params=size)
+        | {"core": core, "loss": 4 - core / 10}
+        for name, (size, core) in models.items()
+    ]
+    shares = {gap.score: gap.share for gap in gap_shares(table_from_rows(rows))}
+    assert shares["core"] == pytest.approx(0.5)
+
+
 def test_a_role_must_be_one(tmp_path):
     with pytest.raises(TableError, match=r"'role' is neither fit nor held-out in row 1"):
         table_from_rows([row(role="train"), row(role="fit", test_loops=3, loss=2.0)])
@@ -117,7 +165,7 @@ def test_a_broken_file_is_refused(tmp_path, content, message):
 def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(FileError, match="no such file"):
         read_table(tmp_path / "none.csv")
-    with pytest.raises(TableError, match=r"Use one of \.csv, \.parquet"):
+    with pytest.raises(TableError, match=r"Use one of \.csv, \.tsv, \.parquet"):
         read_table(tmp_path / "runs.xlsx")
     (tmp_path / "runs.parquet").write_bytes(b"nothing")
     with pytest.raises(FileError, match="not a Parquet file"):

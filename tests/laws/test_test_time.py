@@ -52,7 +52,7 @@ def test_few_starts_find_what_many_find(several, monkeypatch):
 
 @pytest.mark.slow
 def test_an_exponential_curve_prefers_the_exponential(several):
-    scores, fits = compare_forms(several)
+    scores = compare_forms(several)
     assert [score.law for score in scores] == list(TEST_TIME)
     best, *others = scores
     assert all(best.inside < 0.1 * other.inside for other in others)
@@ -60,15 +60,14 @@ def test_an_exponential_curve_prefers_the_exponential(several):
     assert scores[-1].law is PURE_POWER
     assert scores[-1].inside == max(score.inside for score in scores)
     assert best.curves == best.curves_beyond == 5
-    assert [fitted.law for fitted in fits] == [EXPONENTIAL] * 5
 
 
 @pytest.mark.slow
 def test_beyond_mu_is_judged_only_where_enough_lies_before_it():
-    scores, _ = compare_forms([curve(2), curve(8)])
+    scores = compare_forms([curve(2), curve(8)])
     assert scores[0].curves == 2
     assert scores[0].curves_beyond == 1
-    scores, _ = compare_forms([curve(2)])
+    scores = compare_forms([curve(2)])
     assert scores[0].beyond is None
 
 

@@ -11,9 +11,9 @@ from parcae.config import ConfigError
 from parcae.model import create
 from parcae.recipe import merge, write_toml
 from parcae.sweeps.estimate import Estimate, estimate
-from parcae.sweeps.folder import SweepFolder
+from parcae.sweeps.folder import SweepFolder, sets_of
 from parcae.sweeps.plan import Grid, plan_sweep
-from parcae.sweeps.progress import note_on_test_loops
+from parcae.sweeps.progress import note_on_depths, note_on_test_loops
 from training.runs import TREE
 
 RECIPE = merge(TREE, {"data": {"sources": ["builtin"]}})
@@ -205,3 +205,21 @@ def test_existing_runs_keep_their_test_loops_and_a_note_says_so(tmp_path):
     assert note is not None
     assert "Test loops 6, 8 are measured in new runs only" in note
     assert first[0].name in note
+
+
+def test_fixed_depth_does_not_count_for_a_parabola():
+    """1, 2, 4, 6 are four depths, of which three are looped."""
+    note = note_on_depths(plan_sweep(RECIPE, Grid(budgets=(2e9, 5e9), loops=(1, 2, 4, 6))))
+    assert "the most is 3. 1 is fixed depth" in note
+    assert note_on_depths(plan_sweep(RECIPE, Grid(budgets=(2e9,), loops=(1, 2, 3, 4, 6)))) is None
+    assert note_on_depths(plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(1, 2, 4, 6)))) is None
+
+
+def test_the_plan_assigns_runs_to_sets():
+    grid = plan_sweep(RECIPE, Grid(budgets=(5e9,), loops=(1, 2, 4, 6)))
+    alone = plan_sweep(RECIPE, Grid(budgets=(2e10,), loops=(4,)))
+    fixed = plan_sweep(RECIPE, Grid(tokens=(64000,), loops=(2, 4, 6)))
+    sets = sets_of([*grid, *alone, *fixed])
+    assert [sets[run.name] for run in grid] == ["grid"] * 4
+    assert [sets[run.name] for run in alone] == ["end-to-end"]
+    assert [sets[run.name] for run in fixed] == ["curve"] * 3

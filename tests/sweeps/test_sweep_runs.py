@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,14 +11,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import parcae
 from parcae.cli import main
-from parcae.files import exclusive
+from parcae.files import exclusive, write_json
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
-from parcae.runs import FINAL_STATUSES, last_step, read_result, read_status
+from parcae.runs import FINAL_STATUSES, last_step, list_checkpoints, read_result, read_status
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import LocalWorkers, environments
 from training import runs
@@ -78,6 +80,27 @@ def test_one_table_of_all_runs_at_all_depths(whole):
         assert losses == {t: measured["loss"] for t, measured in result["validation"].items()}
         assert not (whole / "runs" / name / "data").exists()  # one set of shards serves all
     assert (whole / "data" / "0").is_dir()
+
+
+def test_scores_of_an_evaluation_join_the_table(whole, tmp_path):
+    copy = tmp_path / "sweep"
+    shutil.copytree(whole, copy)
+    run = copy / "runs" / NAMES[1]
+    newest = list_checkpoints(run)[-1]
+    score = {"2": {"score": 12.5}, "4": None}
+    result = {"checkpoint": str(newest), "limit": 5, "suites": {"core-extended": {}}}
+    result["suites"]["core-extended"]["by_loops"] = score
+    write_json(run / "evaluation" / "result.json", result)
+    assert main(["sweep", str(copy)]) == 0
+    table = read_table(copy / "runs.csv")
+    scored = np.isfinite(table["core_extended"])
+    assert table["core_extended"][scored].tolist() == [12.5]
+    assert (table["run"][scored][0], table["test_loops"][scored][0]) == (NAMES[1], 2)
+    assert table["eval_limit"][scored].tolist() == [5]
+    assert set(table["set"].tolist()) == {"end-to-end"}  # one looped depth
+    write_json(run / "evaluation" / "result.json", {**result, "checkpoint": "step-00000001"})
+    assert main(["sweep", str(copy)]) == 0
+    assert "core_extended" not in read_table(copy / "runs.csv")  # of another checkpoint
 
 
 def test_what_is_done_is_skipped(whole, recipe, capsys):

@@ -1,4 +1,4 @@
-"""The scores of the items of an evaluation, read back from its folder to be compared."""
+"""The scores of an evaluation, of its items and suites, read back from its folder."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from parcae.evaluation.results import (
     merged,
     selected,
 )
+from parcae.evaluation.suites import SUITES
 from parcae.files import FileError, read_json, read_sealed, reading
-from parcae.runs.layout import EVALUATION_FOLDER
+from parcae.runs.layout import EVALUATION_FOLDER, checkpoint_path, list_steps
 
 REMEDY = "Give a folder that `parcae eval` has written, and let the evaluation finish."
 
@@ -81,6 +82,29 @@ def read_evaluation(folder: str | Path) -> Evaluation:
         return _evaluation(str(folder), result, _read_samples(folder), settings["loops"])
     except (KeyError, TypeError, ValueError, IndexError):
         raise FileError(f"{folder}: {RESULT} or {SAMPLES} is damaged. {REMEDY}") from None
+
+
+def scores_of_run(run: Path) -> tuple[dict[int, dict[str, float]], int | None]:
+    """By number of loops the score of each suite that `parcae eval RUN` measured, and its limit.
+
+    Empty if the run was not evaluated, or not at its newest checkpoint. The score is the metric
+    that scores.png shows; suites and numbers of loops where the model diverged are left out.
+    """
+    path, steps = run / EVALUATION_FOLDER / RESULT, list_steps(run)
+    if not path.exists():
+        return {}, None
+    result = read_json(path)
+    try:
+        if steps and Path(result["checkpoint"]).name != checkpoint_path(run, steps[-1]).name:
+            return {}, None
+        scores: dict[int, dict[str, float]] = defaultdict(dict)
+        for suite, entry in result["suites"].items():
+            for loops, metrics in entry["by_loops"].items():
+                if metrics is not None and metrics.get(SUITES[suite].metric) is not None:
+                    scores[int(loops)][suite] = float(metrics[SUITES[suite].metric])
+        return dict(scores), result["limit"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise FileError(f"{path}: damaged. {REMEDY}") from None
 
 
 def evaluation_of(source: str | Path | EvaluationResult) -> Evaluation:

@@ -21,7 +21,7 @@ import numpy as np
 from parcae.config import ModelConfig
 from parcae.laws.forms import TRAINING, UNIFIED
 from parcae.laws.model_runs import points
-from parcae.laws.table import Table, table_from_rows
+from parcae.laws.table import SETS, Table, table_from_rows
 from parcae.model import flops
 from parcae.presets import preset
 
@@ -189,7 +189,7 @@ def _row(
         "test_loops": depth,
         "loss": loss,
         "run": run,
-        "role": "fit" if run.startswith("grid") else "held-out",
+        "set": next(name for name in SETS if run.startswith(name)),
     }
     if scores is not None:
         row |= {"core": scores[0], "core_extended": scores[1]}

@@ -32,16 +32,23 @@ from parcae.laws.bootstrap import (
     interval,
     leave_one_budget_out,
 )
-from parcae.laws.fit import Search, fit_law
+from parcae.laws.fit import Search, StartCounts, fit_law
 from parcae.laws.forms import LAWS, Law
 from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
-from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
+from parcae.laws.table import (
+    FitError,
+    GapShare,
+    Table,
+    as_table,
+    gap_shares,
+    is_transformer,
+)
 
 Progress = Callable[[str], None]
 """Called with a description when a step begins."""
 STEPS_PER_MODEL = 5
 MIN_BOOTSTRAP_SAMPLES = 20
-FORMAT = 1
+FORMAT = 2
 FIT_FILE, SUMMARY_FILE, PAGE_FILE = "fit.json", "summary.md", "laws.html"
 DIGITS = 9
 """Significant digits of saved bootstrap samples: far below their spread."""
@@ -96,9 +103,7 @@ class ModelFit(ModelLaws):
 
     runs: ModelRuns
     parabolas: dict[str, list[isoflop.Parabola]] = field(default_factory=dict)
-    forms: list[test_time.FormScore] = field(default_factory=list)
-    curve_fits: list[test_time.CurveFit] = field(default_factory=list)
-    recovery: test_time.Recovery | None = None
+    test_time: test_time.TestTimeFits | None = None
     conditionings: list[test_time.Conditioning] = field(default_factory=list)
     fixed_depth: list[isoflop.FixedDepth] = field(default_factory=list)
     held_out: list[test_time.HeldOut] = field(default_factory=list)
@@ -189,7 +194,7 @@ def fit(
     models = {name: fit_model(runs_of_model(data, name), settings, progress) for name in names}
     if not models:
         raise FitError(f"{data.source}: no looped models, only Transformers. Add looped runs.")
-    if not any(model.laws or model.forms or model.parabolas for model in models.values()):
+    if not any(model.laws or model.test_time or model.parabolas for model in models.values()):
         reasons = dict.fromkeys(r for model in models.values() for r in model.not_fitted.values())
         raise FitError(f"{data.source}: no law can be fitted. {' '.join(reasons)}")
     return FitResult(data, models, gap_shares(data), settings)
@@ -271,18 +276,8 @@ def _fit_training(model: ModelFit, settings: FitSettings) -> None:
 def _fit_test_time(model: ModelFit) -> None:
     runs = model.runs
     runs.check_test_time()
-    curves = runs.curves(np.ones(len(runs.points), dtype=bool), test_time.MIN_POINTS)
-    if not curves:
-        raise FitError(
-            f"{model.model}: no run was measured at {test_time.MIN_POINTS} or more test_loops, "
-            "which a curve of three parameters needs. Measure at more."
-        )
-    usable, messages = test_time.usable(curves)
+    model.test_time, messages = test_time.analyse_curves(runs)
     model.warnings += messages
-    if not usable:
-        raise FitError(f"{model.model}: no curve changes with T. Check how losses were measured.")
-    model.forms, model.curve_fits = test_time.compare_forms(usable)
-    model.recovery = test_time.recovery(model.curve_fits)
 
 
 def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
@@ -299,11 +294,11 @@ def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
         raise FitError(model.not_fitted["training"])
     training = model.laws["training"].values
     search = settings.search(settings.unified_starts)
-    held_out = runs.curves(runs.held_out(), 2)
+    end_to_end = runs.curves(runs.held_out() & runs.in_set("end-to-end"), 2)
     for law in forms.CONDITIONINGS:
         joint = fit_law(law, points, search)
         frozen = fit_law(law, points, search, frozen=training)
-        model.conditionings.append(test_time.conditioning(joint, frozen, held_out))
+        model.conditionings.append(test_time.conditioning(joint, frozen, end_to_end))
         samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
         model.laws[law.name], messages = assess(joint, samples, settings.seed)
         model.warnings += messages
@@ -327,16 +322,7 @@ def _model_tree(model: ModelFit) -> dict[str, Any]:
         "fitted": {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelLaws)},
         "parabolas": model.parabolas,
         "power_law_intervals": model.power_law_intervals,
-        "test_time_forms": model.forms,
-        "test_time_curves": [
-            {
-                "mean_loops": float(fit.curve.mean_loops[0]),
-                "tokens": float(fit.curve.tokens[0]),
-                "values": fit.values,
-            }
-            for fit in model.curve_fits
-        ],
-        "recovery": model.recovery,
+        "test_time": None if model.test_time is None else model.test_time.to_json(),
         "conditionings": model.conditionings,
         "fixed_depth": model.fixed_depth,
         "held_out": model.held_out,
@@ -414,7 +400,6 @@ def _read_law(tree: dict[str, Any]) -> LawResult:
         samples=samples,
         quality=None if tree["quality"] is None else Quality(**tree["quality"]),
         frozen=tuple(tree["frozen"]),
-        converged=tree["converged"],
-        agreeing=tree["agreeing"],
+        starts=None if tree["starts"] is None else StartCounts(**tree["starts"]),
         left_out={float(budget): error for budget, error in tree["left_out"].items()},
     )

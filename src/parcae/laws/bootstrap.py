@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from parcae.laws.fit import BOOTSTRAP, LawFit, Objective, Search, fit_law
+from parcae.laws.fit import BOOTSTRAP, LawFit, Objective, Search, StartCounts, fit_law
 from parcae.laws.forms import Law
 from parcae.laws.lbfgs import minimise
 from parcae.laws.model_runs import Points
@@ -72,10 +72,7 @@ class LawResult:
     samples: BootstrapSamples | None = field(default=None, metadata={"json": "draws"})
     quality: Quality | None = None
     frozen: tuple[str, ...] = ()
-    converged: float = 1.0
-    """Share of the starts followed to the end that converged."""
-    agreeing: float = 1.0
-    """Share of the starts followed to the end that found this optimum."""
+    starts: StartCounts | None = None
     left_out: dict[float, float] = field(default_factory=dict)
     """By budget: mean relative error of the law fitted without it."""
 
@@ -107,8 +104,7 @@ def assess(
         samples=drawn,
         quality=quality(fit),
         frozen=fit.frozen,
-        converged=fit.converged,
-        agreeing=fit.agreeing,
+        starts=fit.starts,
         left_out=left_out or {},
     )
     return result, [] if drawn is None else warnings(fit, drawn)
@@ -263,8 +259,12 @@ def warnings(fit: LawFit, samples: BootstrapSamples | None) -> list[str]:
             f"{name}: the optimum is flat (condition number {number:.1g}): the points do not "
             "determine all parameters."
         )
-    if fit.converged < FEW_CONVERGED:
-        messages.append(f"{name}: only {fit.converged:.0%} of the starts converged.")
+    starts = fit.starts
+    if starts.converged < FEW_CONVERGED * starts.followed:
+        messages.append(
+            f"{name}: only {starts.converged} of the {starts.followed} starts that were followed "
+            "to the end converged."
+        )
     return messages
 
 

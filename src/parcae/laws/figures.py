@@ -21,7 +21,7 @@ from parcae import plotting
 from parcae.console import format_count, format_flops
 from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LawResult
-from parcae.laws.isoflop import frontier
+from parcae.laws.isoflop import frontier, optimum
 from parcae.laws.model_runs import Points
 from parcae.laws.test_time import CurveFit, oracle_curve
 from parcae.plotting import BLUE, GREY, ORANGE
@@ -64,11 +64,13 @@ def _isoloss(axes: Any, model: ModelFit) -> None:
     levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
     axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
     _label_contours(axes, levels[1::2], (loops, tokens, losses))
-    low = float(shape.flops_per_token(loops[0]) * tokens[0]) / 2
-    high = float(shape.flops_per_token(loops[-1]) * tokens[-1]) * 2
+    low = float(shape.smooth_flops_per_token(loops[0]) * tokens[0]) / 2
+    high = float(shape.smooth_flops_per_token(loops[-1]) * tokens[-1]) * 2
     budgets = np.geomspace(low, high, 80)
     best = np.array([frontier(law.values, shape, flops)[0][0] for flops in budgets])
-    axes.plot(best, budgets / shape.flops_per_token(best), color=BLUE, label="efficient frontier")
+    axes.plot(
+        best, budgets / shape.smooth_flops_per_token(best), color=BLUE, label="efficient frontier"
+    )
     axes.plot(runs.mean_loops, runs.tokens, "o", color=GREY, markersize=3, label="runs")
     axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
     axes.set(xlim=(loops[0], loops[-1]), ylim=(tokens[0], tokens[-1]))
@@ -141,12 +143,10 @@ def _frontier(axes: Any, model: ModelFit) -> None:
 
 def _optimal_loss(law: LawResult, model: ModelFit, flops: float) -> tuple[float, float, float]:
     """The loss at the optimal mu, and its interval."""
-    value = float(frontier(law.values, model.shape, flops)[1][0])
-    if law.samples is None:
-        return value, value, value
-    losses = frontier(law.samples.values, model.shape, flops)[1]
-    low, high = np.quantile(losses, [0.05, 0.95])
-    return value, float(low), float(high)
+    loss = optimum(law, model.shape, flops).loss
+    if loss.low is None or loss.high is None:
+        return loss.value, loss.value, loss.value
+    return loss.value, loss.low, loss.high
 
 
 def _test_time(axes: Any, model: ModelFit) -> None:
@@ -163,12 +163,19 @@ def _test_time(axes: Any, model: ModelFit) -> None:
 
 
 def _curves_of_same_tokens(model: ModelFit) -> list[CurveFit]:
-    """One curve per depth, of the number of tokens that has the most depths."""
+    """One curve per depth, of the number of tokens that has the most depths.
+
+    Of the runs trained for curves if there are any.
+    """
+    by_set = model.test_time.fits if model.test_time else {}
+    fits = by_set.get("curve") or [fit for listed in by_set.values() for fit in listed]
     by_tokens: dict[float, list[CurveFit]] = {}
-    for fit in model.curve_fits:
+    for fit in fits:
         by_tokens.setdefault(float(fit.curve.tokens[0]), []).append(fit)
+    if not fits:
+        return []
     same = max(by_tokens.values(), key=lambda part: len({f.curve.mean_loops[0] for f in part}))
-    listed = same if len(same) > 1 else model.curve_fits
+    listed = same if len(same) > 1 else fits
     chosen: dict[float, CurveFit] = {}
     for fit in sorted(listed, key=lambda f: -len(f.curve)):
         chosen.setdefault(float(fit.curve.mean_loops[0]), fit)
@@ -193,8 +200,10 @@ def _unified(axes: Any, model: ModelFit) -> None:
 
 
 def held_out_curve(model: ModelFit) -> Points | None:
-    """The held-out run with the most tokens (the last of them in the table)."""
-    listed = model.runs.curves(model.runs.held_out(), 4)
+    """The end-to-end model with the most tokens; without one, the held-out run with the most."""
+    runs = model.runs
+    listed = runs.curves(runs.held_out() & runs.in_set("end-to-end"), 4)
+    listed = listed or runs.curves(runs.held_out(), 4)
     if not listed:
         return None
     return max(listed, key=lambda curve: (curve.tokens[0], curve.run[0]))
@@ -244,7 +253,7 @@ def _power_law(axes: Any, model: ModelFit, name: str) -> None:
         wide = np.geomspace(min(budgets), max(budgets), 40)
         shape = model.shape
         best = np.array([frontier(model.laws["training"].values, shape, c)[0][0] for c in wide])
-        drawn = best if name == "loops" else wide / shape.flops_per_token(best)
+        drawn = best if name == "loops" else wide / shape.smooth_flops_per_token(best)
         axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
     plotting.flop_ticks(axes.xaxis, budgets)
     drawn = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])
@@ -264,7 +273,7 @@ FIGURES: dict[str, tuple[Callable[[ModelFit], bool], Painter]] = {
     "isoloss": (lambda model: "training" in model.laws, _isoloss),
     "isoflop": (lambda model: "loops" in model.parabolas, _isoflop),
     "frontier": (lambda model: bool(model.fixed_depth) and "training" in model.laws, _frontier),
-    "test-time": (lambda model: len(model.curve_fits) > 1, _test_time),
+    "test-time": (lambda model: len(_curves_of_same_tokens(model)) > 1, _test_time),
     "unified": (
         lambda model: "unified" in model.laws and held_out_curve(model) is not None,
         _unified,

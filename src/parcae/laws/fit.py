@@ -58,6 +58,18 @@ class Search:
 
 
 @dataclass(frozen=True)
+class StartCounts:
+    """What became of the random starts of a fit."""
+
+    tried: int
+    followed: int
+    """Those that successive halving did not drop; the counts below are of these."""
+    converged: int
+    agreeing: int
+    """Those that found the best optimum."""
+
+
+@dataclass(frozen=True)
 class LawFit:
     """The parameters of a law that minimise the objective at some points."""
 
@@ -68,11 +80,7 @@ class LawFit:
     delta: float
     frozen: tuple[str, ...]
     points: Points
-    starts: int
-    converged: float
-    """Share of the starts followed to the end that converged."""
-    agreeing: float
-    """Share of the starts followed to the end that found this optimum."""
+    starts: StartCounts
     slope: float
     """Largest slope of the normalised objective at the optimum."""
 
@@ -109,9 +117,12 @@ def fit_law(
         delta=search.delta,
         frozen=tuple(frozen or ()),
         points=points,
-        starts=search.starts,
-        converged=float(ended.converged[ended.followed].mean()),
-        agreeing=float(same.mean()),
+        starts=StartCounts(
+            tried=search.starts,
+            followed=int(ended.followed.sum()),
+            converged=int(ended.converged[ended.followed].sum()),
+            agreeing=int(same.sum()),
+        ),
         slope=float(best.slopes[0]),
     )
 

@@ -6,13 +6,13 @@ minimum of the training law over mean_loops at fixed FLOPs (`frontier`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from parcae.console import format_flops
-from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate
+from parcae.laws.bootstrap import Estimate, LawResult, Values, interval
 from parcae.laws.forms import TRAINING
 from parcae.laws.model_runs import ModelRuns, Shape
 from parcae.laws.table import FitError
@@ -101,9 +101,11 @@ def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> li
             )
         )
     if not parabolas:
+        most = max((len(np.unique(where[budget == v])) for v in np.unique(budget)), default=0)
         raise FitError(
-            f"parabolas: no budget has runs at {MIN_DEPTHS} or more depths. Train more values of "
-            "mean_loops at the same FLOPs."
+            f"parabolas: no budget has looped runs at {MIN_DEPTHS} or more depths; the most is "
+            f"{most}. mean_loops = 1 is fixed depth, a baseline, and does not count. Train more "
+            "values of mean_loops above 1 at the same FLOPs."
         )
     return parabolas
 
@@ -193,9 +195,40 @@ def power_law_warnings(name: str, law: PowerLaw) -> list[str]:
 def frontier(values: Values, shape: Shape, flops: float) -> tuple[np.ndarray, np.ndarray]:
     """The optimal mean_loops under the training law and the loss there, per row of parameters."""
     loops = shape.loops_grid()
-    at = shape.points(loops, flops / shape.flops_per_token(loops))
+    at = shape.points(loops, flops / shape.smooth_flops_per_token(loops))
     losses = np.atleast_2d(TRAINING.predict(training_part(values), at))
     return _lowest(np.log(loops), losses, np.exp)
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best use of a FLOP budget by the training law: the loss is that at T = mu."""
+
+    loops: Estimate
+    tokens: Estimate
+    loss: Estimate
+
+
+def optimum(training: LawResult, shape: Shape, flops: float) -> Optimum:
+    """The lowest loss of the training law at this budget, with intervals."""
+    sets = (
+        [training.values]
+        if training.samples is None
+        else [
+            training.values,
+            training.samples.values,
+        ]
+    )
+    pairs = [frontier(values, shape, flops) for values in sets]
+    loops, losses = zip(*pairs, strict=True)
+    tokens = [flops / shape.smooth_flops_per_token(part) for part in loops]
+    return Optimum(*(_with_interval(quantity) for quantity in (loops, tokens, losses)))
+
+
+def _with_interval(parts: Sequence[np.ndarray]) -> Estimate:
+    """From the value of the fit, and those of the bootstrap samples if there are any."""
+    value = float(parts[0][0])
+    return Estimate(value) if len(parts) == 1 else Estimate(value, *interval(parts[1]))
 
 
 def flops_for(values: Values, shape: Shape, loss: float) -> tuple[np.ndarray, np.ndarray]:
@@ -209,7 +242,7 @@ def flops_for(values: Values, shape: Shape, loss: float) -> tuple[np.ndarray, np
         floor = rows["E"] + rows["X"] * shape.effective_params(loops) ** -rows["x"]
         left = loss - floor
         log_tokens = (np.log(rows["Y"]) - np.log(left)) / rows["y"]
-        logs = log_tokens + np.log(shape.flops_per_token(loops))
+        logs = log_tokens + np.log(shape.smooth_flops_per_token(loops))
     logs = np.where(left > 0, logs, np.inf)
     best_loops, best = _lowest(np.log(loops), logs, np.exp)
     with np.errstate(over="ignore"):
@@ -224,17 +257,21 @@ def training_part(values: Values) -> dict[str, float | np.ndarray]:
 def _lowest(
     where: np.ndarray, heights: np.ndarray, inverse: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The minimum of each row, refined by a parabola through three grid points."""
-    middle = np.clip(heights.argmin(1), 1, len(where) - 2)
+    """The minimum of each row, refined by a parabola through three grid points.
+
+    A minimum at an end of the grid is the value there, not that of a vertex beyond it.
+    """
+    lowest = heights.argmin(1)
+    middle = np.clip(lowest, 1, len(where) - 2)
     row = np.arange(len(heights))
     left, centre, right = (heights[row, middle + step] for step in (-1, 0, 1))
     with np.errstate(invalid="ignore", divide="ignore"):
         bend = left - 2 * centre + right
-        shift = np.where(bend > 0, 0.5 * (left - right) / bend, 0.0)
-        shift = np.clip(np.nan_to_num(shift), -1.0, 1.0)
-        lowest = centre - 0.25 * (left - right) * shift
-    lowest = np.where(np.isfinite(lowest), lowest, heights.min(1))
-    return inverse(where[middle] + shift * (where[1] - where[0])), lowest
+        shift = np.where(bend > 0, 0.5 * (left - right) / bend, lowest - middle)
+        shift = np.clip(np.where(np.isfinite(shift), shift, 0.0), -1.0, 1.0)
+        height = centre + shift * (0.5 * (right - left) + 0.5 * bend * shift)
+    height = np.where(np.isfinite(height), height, heights.min(1))
+    return inverse(where[middle] + shift * (where[1] - where[0])), height
 
 
 @dataclass(frozen=True)
@@ -259,18 +296,15 @@ def compare_fixed_depth(runs: ModelRuns, training: LawResult | None) -> list[Fix
             continue
         best = np.flatnonzero(here)[runs.points.loss[here].argmin()]
         fixed = runs.points.loss[baselines & (runs.budget == budget)]
-        loops = loss = None
-        if training is not None:
-            loops = estimate(training, lambda v, b=budget: frontier(v, shape, b)[0])
-            loss = estimate(training, lambda v, b=budget: frontier(v, shape, b)[1])
+        best_by_law = None if training is None else optimum(training, shape, float(budget))
         rows.append(
             FixedDepth(
                 budget=float(budget),
                 best_loops=float(runs.points.mean_loops[best]),
                 best_loss=float(runs.points.loss[best]),
                 fixed_loss=float(fixed.min()) if len(fixed) else None,
-                law_loops=loops,
-                law_loss=loss,
+                law_loops=None if best_by_law is None else best_by_law.loops,
+                law_loss=None if best_by_law is None else best_by_law.loss,
             )
         )
     return rows

@@ -1,10 +1,12 @@
 """The runs of one model: the points laws are fitted to, their cost, and what each run is used for.
 
-    grid        looped runs at FLOP budgets with at least three depths: laws are fitted to these
-    baselines   runs with mean_loops = 1 (fixed depth)
-    held-out    other looped runs: laws are tested on these
+    grid         looped runs at FLOP budgets with at least three depths: laws are fitted to these
+    curve        runs of the same number of tokens at three or more depths (fixed data)
+    end-to-end   all other runs
+    baselines    runs with mean_loops = 1 (fixed depth), of any set
 
-A column `role` of the table overrides grid and held-out. If no budget has three depths, laws are
+A column `set` of the table overrides this rule. Looped runs outside the grid are held out: laws are
+tested on them. A column `role` overrides which runs are fitted. If no run is in the grid, laws are
 fitted to all looped runs.
 """
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from parcae.console import format_flops
-from parcae.laws.table import COLUMNS, RUN_KEYS, FitError, Table
+from parcae.laws.table import COLUMNS, RUN_KEYS, SAME_TOKENS, SCORES, FitError, Table
 
 MAX_LOOPS = 256.0
 """Optima are searched for up to this mean_loops."""
@@ -24,8 +26,11 @@ LOOP_GRID_SIZE = 600
 SAME_BUDGET = 1.02
 """Runs whose FLOPs differ by less than this factor share a budget: steps are whole numbers."""
 SAME_LOSS = 1e-9
+SAME_COST = 0.01
+"""Largest relative error of FLOPs per token by the rule ceil(mu / 2) for a table that follows it:
+tables may be rounded to two or three digits."""
 MIN_DEPTHS_OF_GRID = 3
-NOT_SETTINGS = {*COLUMNS, *RUN_KEYS, "role", "budget", "core", "core_extended"}
+NOT_SETTINGS = {*COLUMNS, *RUN_KEYS, *SCORES, "role", "set", "budget", "eval_limit"}
 """Columns that are measured, or only distinguish runs."""
 
 
@@ -85,11 +90,11 @@ def points(
 
 @dataclass(frozen=True)
 class Shape:
-    """N(mu) and FLOPs per token as linear functions of mu, estimated from a table.
+    """N(mu), which is linear in mu, and training FLOPs per token, estimated from a table.
 
-    FLOPs per token follow the paper's rule mu_bwd = ceil(mu / 2) at even mu, where it is exactly
-    half; an odd mu costs one loop's backward pass more. Between fixed depth (mu = 1) and the
-    shallowest looped runs, FLOPs are interpolated.
+    FLOPs per token are flops + (mu + 2 mu_bwd) * flops_per_loop: a loop costs one forward pass, and
+    two more if it has gradient. In a table that follows the paper's rule, mu_bwd = ceil(mu / 2).
+    Other tables are interpolated between their depths.
     """
 
     params: float
@@ -98,20 +103,38 @@ class Shape:
     flops: float
     """Training FLOPs per token outside the loop."""
     flops_per_loop: float
+    """FLOPs per token of one forward pass through the loop."""
     measured: Mapping[float, tuple[float, float]]
     """By mean_loops: N(mu) and FLOPs per token in the table."""
+    half_with_gradient: bool = True
+    """Whether mu_bwd = ceil(mu / 2) gives the FLOPs of every depth in the table."""
 
     def effective_params(self, loops: np.ndarray | float) -> np.ndarray:
         return self.params + (np.asarray(loops, dtype=float) - 1) * self.params_per_loop
 
     def flops_per_token(self, loops: np.ndarray | float) -> np.ndarray:
+        """Training FLOPs per token of a run, with ceil(mu / 2) loops with gradient."""
         loops = np.asarray(loops, dtype=float)
-        line = self.flops + loops * self.flops_per_loop
-        first = min((depth for depth in self.measured if depth > 1), default=1.0)
-        if 1.0 not in self.measured or first == 1.0:
-            return line
-        ends = (self.measured[1.0][1], self.flops + first * self.flops_per_loop)
-        return np.where(loops < first, np.interp(loops, (1.0, first), ends), line)
+        return self._flops(loops, np.ceil(loops / 2))
+
+    def smooth_flops_per_token(self, loops: np.ndarray | float) -> np.ndarray:
+        """FLOPs per token as a continuous function of mu, over which optima are searched for.
+
+        mu_bwd is max(1, mu / 2): exact below 2 and at every even mu, the lower bound between.
+        """
+        loops = np.asarray(loops, dtype=float)
+        return self._flops(loops, np.maximum(1.0, loops / 2))
+
+    def _flops(self, loops: np.ndarray, gradient_loops: np.ndarray) -> np.ndarray:
+        if self.half_with_gradient:
+            return self.flops + (loops + 2 * gradient_loops) * self.flops_per_loop
+        depths = np.array(sorted(self.measured))
+        costs = np.array([self.measured[float(depth)][1] for depth in depths])
+        if len(depths) == 1:
+            return np.broadcast_to(costs, loops.shape).copy()
+        segment = np.clip(np.searchsorted(depths, loops, side="right") - 1, 0, len(depths) - 2)
+        slopes = np.diff(costs) / np.diff(depths)
+        return costs[segment] + slopes[segment] * (loops - depths[segment])
 
     def points(self, loops: object, tokens: object, test_loops: object = None) -> Points:
         """Points at which a law can be evaluated; their losses are placeholders."""
@@ -134,7 +157,7 @@ class Shape:
 
 
 def shape_from(mean_loops: np.ndarray, params: np.ndarray, flops_per_token: np.ndarray) -> Shape:
-    """Least-squares lines through the measured depths, of looped runs if there are two or more."""
+    """The shape of a model from its runs; N(mu) from the looped ones if there are two or more."""
     measured = {}
     for loops in np.unique(mean_loops):
         here = mean_loops == loops
@@ -143,13 +166,23 @@ def shape_from(mean_loops: np.ndarray, params: np.ndarray, flops_per_token: np.n
             float(np.median(flops_per_token[here])),
         )
     depths = np.array(list(measured))
-    looped = depths[depths > 1] if (depths > 1).sum() >= 2 else depths
-    pairs = np.array([measured[float(loops)] for loops in looped])
-    if len(looped) == 1:
-        return Shape(pairs[0, 0], 0.0, pairs[0, 1], 0.0, measured)
-    slope_n, at_zero = np.polyfit(looped, pairs[:, 0], 1)
-    slope_f, flops = np.polyfit(looped, pairs[:, 1], 1)
-    return Shape(float(at_zero + slope_n), float(slope_n), float(flops), float(slope_f), measured)
+    sizes, costs = np.array(list(measured.values())).T
+    if len(depths) == 1:
+        return Shape(float(sizes[0]), 0.0, float(costs[0]), 0.0, measured, False)
+    looped = depths > 1 if (depths > 1).sum() >= 2 else depths > 0
+    slope, at_zero = np.polyfit(depths[looped], sizes[looped], 1)
+    passes = depths + 2 * np.ceil(depths / 2)
+    per_loop, outside = np.polyfit(passes, costs, 1)
+    errors = np.abs((outside + passes * per_loop) / costs - 1)
+    follows_rule = bool(errors.max() <= SAME_COST and per_loop > 0)
+    return Shape(
+        params=float(at_zero + slope),
+        params_per_loop=float(slope),
+        flops=float(outside),
+        flops_per_loop=float(per_loop),
+        measured=measured,
+        half_with_gradient=follows_rule,
+    )
 
 
 @dataclass(frozen=True)
@@ -164,6 +197,8 @@ class ModelRuns:
     fitted: np.ndarray
     """Mask of the rows that laws are fitted to: looped runs only."""
     shape: Shape
+    sets: np.ndarray
+    """For each row the set its run belongs to, of `table.SETS`."""
     mixed: tuple[str, ...] = ()
     """Settings that differ between fitted runs of the same loops and FLOPs."""
 
@@ -187,6 +222,10 @@ class ModelRuns:
 
     def held_out(self) -> np.ndarray:
         return self.is_looped & ~self.fitted
+
+    def in_set(self, name: str) -> np.ndarray:
+        """Mask of the rows of looped runs in this set."""
+        return self.is_looped & (self.sets == name)
 
     def baselines(self) -> np.ndarray:
         return ~self.is_looped & self.is_nominal
@@ -275,14 +314,18 @@ def runs_of_model(table: Table, model: str) -> ModelRuns:
     flops = table["flops"][rows]
     budget = group_budgets(table["budget"][rows] if "budget" in table else flops)
     looped = points.mean_loops > 1
+    if "set" in table:
+        sets = table["set"][rows]
+    else:
+        sets = assign_sets(points.mean_loops, points.tokens, budget)
     if "role" in table:
         fitted = looped & (table["role"][rows] == "fit")
     else:
-        fitted = looped & _in_a_grid(points.mean_loops, budget, looped)
+        fitted = looped & (sets == "grid")
         fitted = fitted if fitted.any() else looped
     shape = shape_from(points.mean_loops, points.effective_params, flops / points.tokens)
     mixed = _mixed(table, rows[fitted], points.take(fitted), budget[fitted])
-    return ModelRuns(model, points, flops, budget, fitted, shape, mixed)
+    return ModelRuns(model, points, flops, budget, fitted, shape, sets, mixed)
 
 
 def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -> tuple[str, ...]:
@@ -298,21 +341,40 @@ def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -
     return tuple(mixed)
 
 
+def assign_sets(mean_loops: np.ndarray, tokens: np.ndarray, flops: np.ndarray) -> np.ndarray:
+    """The set of each run (or row) of one model, by the rule of this module."""
+    in_grid = _has_depths(mean_loops, group(flops, SAME_BUDGET))
+    in_curve = _has_depths(mean_loops, group(tokens, 1 + SAME_TOKENS), ~in_grid)
+    return np.where(in_grid, "grid", np.where(in_curve, "curve", "end-to-end")).astype(object)
+
+
+def _has_depths(
+    loops: np.ndarray, groups: np.ndarray, among: np.ndarray | bool = True
+) -> np.ndarray:
+    """Mask of the rows (`among` these) whose group has three looped depths."""
+    rows = np.broadcast_to(among, loops.shape)
+    full = [
+        value
+        for value in np.unique(groups)
+        if len(np.unique(loops[rows & (loops > 1) & (groups == value)])) >= MIN_DEPTHS_OF_GRID
+    ]
+    return rows & np.isin(groups, full)
+
+
+def group(values: np.ndarray, gap: float) -> np.ndarray:
+    """For each value the index of its group, in rising order; larger gaps separate groups."""
+    order = np.argsort(values, kind="stable")
+    groups = np.empty(len(values), dtype=int)
+    steps = np.diff(np.log(values[order])) > np.log(gap)
+    groups[order] = np.concatenate(([0], np.cumsum(steps)))
+    return groups
+
+
 def group_budgets(flops: np.ndarray) -> np.ndarray:
     """For each row the geometric mean of its group; gaps above `SAME_BUDGET` separate groups."""
     order = np.argsort(flops, kind="stable")
-    logs = np.log(flops[order])
-    group = np.concatenate(([0], np.cumsum(np.diff(logs) > np.log(SAME_BUDGET))))
-    means = np.bincount(group, logs) / np.bincount(group)
+    logs, groups = np.log(flops[order]), group(flops, SAME_BUDGET)[order]
+    means = np.bincount(groups, logs) / np.bincount(groups)
     budget = np.empty_like(flops, dtype=float)
-    budget[order] = np.exp(means)[group]
+    budget[order] = np.exp(means)[groups]
     return np.array([float(f"{value:.4g}") for value in budget])
-
-
-def _in_a_grid(loops: np.ndarray, budget: np.ndarray, looped: np.ndarray) -> np.ndarray:
-    full = [
-        value
-        for value in np.unique(budget)
-        if len(np.unique(loops[looped & (budget == value)])) >= MIN_DEPTHS_OF_GRID
-    ]
-    return np.isin(budget, full)

@@ -1,8 +1,10 @@
 """laws.html: an interactive page of the fitted laws in one file that loads nothing else.
 
-All numbers are computed here by the laws of the library; `page.html` only draws them. Answers are
-computed for every position of the FLOPs slider. The curves of both charts are computed at a few
-budgets, between which the page interpolates (cubic, in log FLOPs).
+All numbers are computed here by the laws of the library; `page.html` only draws them. As in
+`parcae.predict`, optima and losses at T = mu are those of the training law, and losses at other T
+those of the unified law. Answers are computed for every position of the FLOPs slider. The curves of
+both charts are computed at a few budgets, between which the page interpolates (cubic, in log
+FLOPs).
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ from parcae.console import format_count, format_flops
 from parcae.files import write_text
 from parcae.laws.analysis import FitResult, ModelFit, to_plain
 from parcae.laws.bootstrap import Estimate, LawResult, interval
-from parcae.laws.forms import TRAINING, Law
-from parcae.laws.isoflop import frontier, training_part
+from parcae.laws.isoflop import Optimum, optimum
 from parcae.laws.model_runs import MAX_LOOPS, Points, Shape
 
 POSITIONS = 97
@@ -48,25 +49,24 @@ def write_page(result: FitResult, path: str | Path) -> Path | None:
 
 def page_data(model: ModelFit) -> dict[str, Any]:
     """Everything the page shows of one model."""
-    result = model.laws.get("unified", model.laws["training"])
+    training, unified = model.laws["training"], model.laws.get("unified")
     budgets = np.unique(model.runs.budget[model.runs.fitted])
     positions = _slider_positions(budgets)
-    best = [_optimum(result, model.shape, flops) for flops in positions]
+    best = [optimum(training, model.shape, flops) for flops in positions]
     depths = sorted({*LOOPS, *(int(d) for d in model.shape.measured if float(d).is_integer())})
     fitted_depths = np.unique(model.runs.points.mean_loops[model.runs.fitted])
     return {
-        "formula": result.law.formula,
+        "formula": training.law.formula,
+        "testFormula": None if unified is None else unified.law.formula,
         "flops": positions,
         "flopsText": [format_flops(flops) for flops in positions],
-        "bestLoops": [loops.value for loops, _ in best],
-        "answers": [
-            _answer(model.shape, flops, *pair) for flops, pair in zip(positions, best, strict=True)
-        ],
+        "bestLoops": [here.loops.value for here in best],
+        "answers": [_answer(flops, here) for flops, here in zip(positions, best, strict=True)],
         "start": [
             positions.index(float(budgets[len(budgets) // 2])),
             int(np.argmin(np.abs(np.array(depths) - fitted_depths[len(fitted_depths) // 2]))),
         ],
-        **_curves(result, model.shape, depths, positions),
+        **_curves(training, unified, model.shape, depths, positions),
         "runs": _runs(model),
     }
 
@@ -79,23 +79,10 @@ def _slider_positions(budgets: np.ndarray) -> list[float]:
     return sorted([*map(float, between[apart]), *map(float, budgets)])
 
 
-def _optimum(result: LawResult, shape: Shape, flops: float) -> tuple[Estimate, Estimate]:
-    """The optimal mean loops and the loss there."""
-    loops, loss = frontier(result.values, shape, flops)
-    if result.samples is None:
-        return Estimate(float(loops[0])), Estimate(float(loss[0]))
-    all_loops, all_losses = frontier(result.samples.values, shape, flops)
+def _answer(flops: float, best: Optimum) -> str:
     return (
-        Estimate(float(loops[0]), *interval(all_loops)),
-        Estimate(float(loss[0]), *interval(all_losses)),
-    )
-
-
-def _answer(shape: Shape, flops: float, loops: Estimate, loss: Estimate) -> str:
-    tokens = flops / float(shape.flops_per_token(loops.value))
-    return (
-        f"For {format_flops(flops)} FLOPs: {_text(loops, 1)} loops, {format_count(tokens)} tokens, "
-        f"loss {_text(loss, 4)}."
+        f"For {format_flops(flops)} FLOPs: {_text(best.loops, 1)} loops, "
+        f"{format_count(best.tokens.value)} tokens, loss {_text(best.loss, 4)}."
     )
 
 
@@ -106,21 +93,28 @@ def _text(estimate: Estimate, digits: int) -> str:
 
 
 def _curves(
-    result: LawResult, shape: Shape, depths: list[int], positions: list[float]
+    training: LawResult,
+    unified: LawResult | None,
+    shape: Shape,
+    depths: list[int],
+    positions: list[float],
 ) -> dict[str, Any]:
-    """Loss against mean loops, and against T for each depth, at every node: line, low, high."""
+    """At every node, as line, low, high: loss at T = mu against mean loops by the training law, and
+    loss against T for each depth by the unified law."""
     first = min((loops for loops in shape.measured if loops > 1), default=1.0)
     loops = np.unique([*np.geomspace(1, MAX_LOOPS, LOOP_POINTS), first])
     tests = [_test_loops(depth) for depth in depths]
     nodes = np.geomspace(positions[0], positions[-1], NODES)
     by_loops, by_test = [], []
     for flops in nodes:
-        at = shape.points(loops, flops / shape.flops_per_token(loops))
-        by_loops.append(_series(result, TRAINING, at))
+        at = shape.points(loops, flops / shape.smooth_flops_per_token(loops))
+        by_loops.append(_series(training, at))
+        if unified is None:
+            continue
         curves = []
         for depth, test_loops in zip(depths, tests, strict=True):
             tokens = flops / shape.flops_per_token(depth) * np.ones(len(test_loops))
-            curves.append(_series(result, result.law, shape.points(depth, tokens, test_loops)))
+            curves.append(_series(unified, shape.points(depth, tokens, test_loops)))
         by_test.append(curves)
     return {
         "logFlops": [float(value) for value in np.log(nodes)],
@@ -138,12 +132,11 @@ def _test_loops(depth: int) -> np.ndarray:
     return np.unique([*np.round(grid), depth])
 
 
-def _series(result: LawResult, law: Law, at: Points) -> list[list[float]]:
+def _series(result: LawResult, at: Points) -> list[list[float]]:
     """Line, lower and upper end of the band; only the line without bootstrap samples."""
 
     def losses(values: Any) -> np.ndarray:
-        chosen = training_part(values) if law is TRAINING else values
-        return np.atleast_2d(law.predict(chosen, at))
+        return np.atleast_2d(result.law.predict(values, at))
 
     rows = [losses(result.values)[0]]
     if result.samples is not None:

@@ -8,6 +8,7 @@ parcae.predict(fit, loss=2.9)                             the FLOPs that reach a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from parcae.config import ConfigError, require
 from parcae.laws.analysis import FitResult, ModelLaws, read_fit, to_plain
 from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate, interval
 from parcae.laws.forms import TRAINING
-from parcae.laws.isoflop import flops_for, frontier, training_part
+from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
 from parcae.laws.model_runs import MAX_LOOPS
 from parcae.recipe import suggest
 
@@ -38,11 +39,12 @@ class Recommendation:
 
     flops: float
     loops: Estimate
-    """The minimum of the law, a real number."""
+    """The minimum of the law, a real number; half of the loops have gradient."""
     tokens: Estimate
     loss: Estimate
     whole_loops: int
-    """The better of the two nearest whole numbers, with its tokens and loss."""
+    """The best whole number near it, with its tokens and loss; an odd one costs one more loop with
+    gradient."""
     whole_tokens: float
     whole_loss: float
     by_parabolas: PowerLawOptimum | None
@@ -152,13 +154,9 @@ def choose_model(models: Mapping[str, ModelLaws], name: str | None) -> ModelLaws
 def recommend(model: ModelLaws, flops: float) -> Recommendation:
     """The best loops and tokens for a training budget."""
     _check_positive("flops", flops)
-    law, shape = model.law("training", "unified"), model.shape
-
-    def loops(values: Values) -> np.ndarray:
-        return frontier(values, shape, flops)[0]
-
-    best = estimate(law, loops)
-    whole, loss = _best_whole(law, model, flops, best.value)
+    law = model.law("training")
+    best = optimum(law, model.shape, flops)
+    whole, loss = _best_whole(law, model, flops, best.loops.value)
     parabolas = None
     if {"loops", "tokens"} <= set(model.power_laws):
         parabolas = PowerLawOptimum(
@@ -166,16 +164,16 @@ def recommend(model: ModelLaws, flops: float) -> Recommendation:
         )
     return Recommendation(
         flops=flops,
-        loops=best,
-        tokens=estimate(law, lambda values: flops / shape.flops_per_token(loops(values))),
-        loss=estimate(law, lambda values: frontier(values, shape, flops)[1]),
+        loops=best.loops,
+        tokens=best.tokens,
+        loss=best.loss,
         whole_loops=whole,
-        whole_tokens=flops / _flops_per_token(model, whole),
+        whole_tokens=flops / float(model.shape.flops_per_token(whole)),
         whole_loss=loss,
         by_parabolas=parabolas,
         notes=[
-            *_extrapolations(model, flops=flops, mean_loops=best.value),
-            *_boundary_notes(best.value),
+            *_extrapolations(model, flops=flops, mean_loops=best.loops.value),
+            *_boundary_notes(best.loops.value),
         ],
     )
 
@@ -189,19 +187,20 @@ def _by_power_law(model: ModelLaws, name: str, flops: float) -> Estimate:
 def loss_at(
     model: ModelLaws, loops: float, tokens: float, test_loops: float | None = None
 ) -> Answer:
-    """The loss of a run, at T = mu or at `test_loops`."""
+    """The loss of a run: at T = mu by the training law, or at `test_loops` by the unified law.
+
+    The training law is fitted to losses at T = mu alone, the unified law to those at all T, so at
+    `test_loops` = mu the two differ by what the unified law misses there.
+    """
     _check_positive("tokens", tokens)
     _check_loops("loops", loops)
     if test_loops is not None:
         _check_loops("test_loops", test_loops)
-    names = ("training", "unified") if test_loops is None else ("unified",)
-    result = model.law(*names)
+    result = model.law("training" if test_loops is None else "unified")
     at = model.shape.points(loops, tokens, test_loops)
-    law = TRAINING if test_loops is None else result.law
 
     def loss(values: Values) -> np.ndarray:
-        chosen = {name: values[name] for name in law.parameters}
-        return np.atleast_2d(law.predict(chosen, at))[:, 0]
+        return np.atleast_2d(result.law.predict(values, at))[:, 0]
 
     asked = {"mean_loops": loops, "tokens": tokens}
     asked |= {} if test_loops is None else {"test_loops": test_loops}
@@ -229,7 +228,7 @@ def loops_worth(model: ModelLaws, loops: float, tokens: float, tolerance: float)
 def flops_needed(model: ModelLaws, loss: float) -> Answer:
     """The fewest training FLOPs that reach a loss."""
     _check_positive("loss", loss)
-    law, shape = model.law("training", "unified"), model.shape
+    law, shape = model.law("training"), model.shape
     answer = estimate(law, lambda values: flops_for(values, shape, loss)[0])
     if not np.isfinite(answer.value):
         _, lowest = frontier(law.values, shape, 1e60)
@@ -242,18 +241,15 @@ def flops_needed(model: ModelLaws, loss: float) -> Answer:
 
 
 def _best_whole(law: LawResult, model: ModelLaws, flops: float, loops: float) -> tuple[int, float]:
-    near = sorted({max(1, int(np.floor(loops))), int(np.ceil(loops))})
-    tokens = [flops / _flops_per_token(model, whole) for whole in near]
-    at = model.shape.points(near, tokens)
+    """The best whole number of loops within two of the optimum, and its loss.
+
+    An odd number costs one more loop with gradient, so the nearest is not always the best.
+    """
+    near = np.arange(max(1, math.floor(loops) - 1), math.ceil(loops) + 2)
+    at = model.shape.points(near, flops / model.shape.flops_per_token(near))
     losses = TRAINING.predict(training_part(law.values), at)
     best = int(losses.argmin())
-    return near[best], float(losses[best])
-
-
-def _flops_per_token(model: ModelLaws, loops: int) -> float:
-    """As measured if there were runs at this depth, else on the line through them."""
-    measured = model.shape.measured.get(float(loops))
-    return float(model.shape.flops_per_token(loops)) if measured is None else measured[1]
+    return int(near[best]), float(losses[best])
 
 
 def _extrapolations(model: ModelLaws, **asked: float) -> list[str]:

@@ -101,9 +101,14 @@ def _quality(law: LawResult) -> list[tuple[str, ...]]:
         ("R²", f"{quality.r_squared:.5f}"),
         ("mean error", _percent(quality.mean_error)),
         ("largest error", _percent(quality.max_error)),
-        ("starts that converged", f"{law.converged:.0%}"),
-        ("starts that found this optimum", f"{law.agreeing:.0%}"),
     ]
+    if starts := law.starts:
+        rows += [
+            ("random starts", f"{starts.tried}"),
+            ("followed to the end", f"{starts.followed}"),
+            ("of these, converged", f"{starts.converged}"),
+            ("of these, found this optimum", f"{starts.agreeing}"),
+        ]
     if law.left_out:
         mean = sum(law.left_out.values()) / len(law.left_out)
         worst = max(law.left_out, key=lambda budget: law.left_out[budget])
@@ -154,36 +159,33 @@ def _fixed_depth(models: list[ModelFit]) -> SummaryTable:
 
 
 def _forms(models: list[ModelFit]) -> SummaryTable:
-    rows = []
-    for model in models:
-        for score in model.forms:
-            rows.append(
-                (
-                    model.model,
-                    score.law.formula,
-                    f"{1e7 * score.inside:.3g}",
-                    MISSING if score.beyond is None else f"{1e7 * score.beyond:.3g}",
-                    f"{score.curves} / {score.curves_beyond}",
-                )
-            )
-    columns = ("model", "form", "all T", "T > μ, fitted to T ≤ μ", "curves")
+    rows = [
+        (
+            model.model,
+            score.law.formula,
+            f"{1e7 * score.inside:.3g}",
+            MISSING if score.beyond is None else f"{1e7 * score.beyond:.3g}",
+            model.test_time.forms_set,
+            f"{score.curves} / {score.curves_beyond}",
+        )
+        for model in models
+        if model.test_time is not None
+        for score in model.test_time.forms
+    ]
+    columns = ("model", "form", "all T", "T > μ, fitted to T ≤ μ", "set", "curves")
     return SummaryTable("Test-time forms: average Huber loss in 1e-7", columns, rows)
 
 
 def _recovery(models: list[ModelFit]) -> SummaryTable:
-    rows = [
-        (
-            model.model,
-            _percent(model.recovery.mean),
-            _percent(model.recovery.largest),
-            str(model.recovery.curves),
-        )
-        for model in models
-        if model.recovery is not None
-    ]
+    rows = []
+    for model in models:
+        measured = model.test_time and model.test_time.recovery
+        if model.test_time and measured:
+            numbers = (_percent(measured.mean), _percent(measured.largest))
+            rows.append((model.model, *numbers, model.test_time.recovery_set, str(measured.curves)))
     return SummaryTable(
         "Relative difference of L∞ and the loss at T = μ",
-        ("model", "mean", "largest", "curves"),
+        ("model", "mean", "largest", "set", "curves"),
         rows,
     )
 
@@ -203,7 +205,7 @@ def _conditionings(models: list[ModelFit]) -> SummaryTable:
                     MISSING if row.gamma is None else f"{row.gamma:.3f}",
                 )
             )
-    columns = ("model", "decay", "grid", "grid, frozen", "held-out", "held-out, frozen", "γ")
+    columns = ("model", "decay", "grid", "grid, frozen", "end-to-end", "the same, frozen", "γ")
     title = "Dependence of the decay on μ: total Huber loss, jointly fitted and training law frozen"
     return SummaryTable(title, columns, rows)
 
@@ -215,6 +217,7 @@ def _held_out(models: list[ModelFit]) -> SummaryTable:
             rows.append(
                 (
                     model.model,
+                    row.set,
                     f"{row.mean_loops:g}",
                     format_count(row.tokens),
                     f"{row.measured:.4f}",
@@ -226,6 +229,7 @@ def _held_out(models: list[ModelFit]) -> SummaryTable:
             )
     columns = (
         "model",
+        "set",
         "μ",
         "tokens",
         "measured",

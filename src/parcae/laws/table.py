@@ -4,9 +4,10 @@
     parcae-140m,2,1763602140,1e18,158482176,2,3.266
 
 More columns are allowed and kept. Some have a meaning: `seed` and `run` distinguish runs that are
-otherwise equal, `role` (`fit` or `held-out`) says which runs laws are fitted to, `budget` groups
-runs whose FLOPs are not exactly equal; `core` and `core_extended` are benchmark scores that
-`gap_shares` compares. An inconsistent table raises an error that names the rows and columns.
+otherwise equal, `set` (`grid`, `curve` or `end-to-end`) says what a run was trained for, `role`
+(`fit` or `held-out`) which runs laws are fitted to, `budget` groups runs whose FLOPs are not
+exactly equal; `core`, `core_extended` and other names of `SCORES` are scores that `gap_shares`
+compares. An inconsistent table raises an error that names the rows and columns.
 """
 
 from __future__ import annotations
@@ -27,18 +28,24 @@ from parcae.recipe import suggest
 
 COLUMNS = ("model", "mean_loops", "tokens", "flops", "effective_params", "test_loops", "loss")
 NUMBERS = (*COLUMNS[1:], "budget")
+SCORES = ("loss", "core", "core_extended", "zero_shot", "wikitext", "lambada")
+"""Measured of a model; the scores of suites, beside the loss, may be empty."""
+SETS = ("grid", "curve", "end-to-end")
+"""What a run was trained for: laws, curves of loss against T at fixed data, or on its own."""
 TEXTS = ("model", "run")
 """Columns that hold text, even if it looks like a number."""
 RUN_KEYS = ("model", "mean_loops", "tokens", "flops", "seed", "run")
 """Rows with equal values in these columns belong to one run."""
 ROLES = ("fit", "held-out")
-SUFFIXES = (".csv", ".parquet")
+SUFFIXES = (".csv", ".tsv", ".parquet")
+SEPARATORS = (",", ";", "\t")
 TABLE_FILE = "runs.csv"
 """Name of the table in the folder of a sweep."""
 MAX_LISTED_ROWS = 6
 TRANSFORMER = "transformer"
 """Models whose name starts so are baselines."""
-SCORES = ("loss", "core", "core_extended")
+SAME_SIZE = 1.1
+"""Factor between the parameters of two models below which they count as of the same size."""
 SAME_TOKENS = 0.01
 """Relative difference below which two models count as trained on the same number of tokens."""
 
@@ -123,11 +130,11 @@ def table_from_rows(rows: Sequence[Mapping[str, Any]], source: str = "table") ->
 
 
 def read_table(path: str | Path) -> Table:
-    """Read a .csv or .parquet file."""
+    """Read a .csv, .tsv or .parquet file; CSV cells are separated by commas, semicolons or tabs."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
-    raw = _read_csv(path) if path.suffix == ".csv" else _read_parquet(path)
+    raw = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
     return Table(_typed(raw, str(path)), str(path), sha256(path))
 
 
@@ -145,7 +152,8 @@ def write_table(path: str | Path, table: Table) -> Path:
             pyarrow.parquet.write_table(arrow, temporary)
         return path
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    separator = "\t" if path.suffix == ".tsv" else ","
+    writer = csv.writer(text, delimiter=separator, lineterminator="\n")
     writer.writerow(table.columns)
     writer.writerows(zip(*(map(_cell, values) for values in table.columns.values()), strict=True))
     write_text(path, text.getvalue())
@@ -166,7 +174,9 @@ def _cell(value: Any) -> str:
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     try:
         with reading(path), path.open(newline="", encoding="utf-8-sig") as stream:
-            rows = list(csv.reader(stream))
+            separator = _separator(stream.readline())
+            stream.seek(0)
+            rows = list(csv.reader(stream, delimiter=separator))
     except UnicodeDecodeError:
         raise FileError(f"{path}: not encoded as UTF-8. Convert it.") from None
     except csv.Error as error:
@@ -185,6 +195,16 @@ def _read_csv(path: Path) -> dict[str, list[Any]]:
                 f"{path}: row {number} has {len(row)} cells for {len(names)} columns. Fix that row."
             )
     return {name: [row[index].strip() for row in body] for index, name in enumerate(names)}
+
+
+def _separator(header: str) -> str:
+    """The separator that finds the most known columns in the first line; a comma if none does."""
+
+    def known(separator: str) -> int:
+        names = {name.strip().strip('"') for name in header.split(separator)}
+        return len(names & set(COLUMNS))
+
+    return max(SEPARATORS, key=known)
 
 
 def _read_parquet(path: Path) -> dict[str, list[Any]]:
@@ -209,7 +229,7 @@ def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:
         )
     return {
         name: _numbers(name, values, source)
-        if name in NUMBERS
+        if name in (*NUMBERS, *SCORES)
         else _text(values)
         if name in TEXTS
         else _numbers_or_text(values)
@@ -241,7 +261,7 @@ def _numbers(name: str, values: list[Any], source: str) -> np.ndarray:
     if wrong:
         raise TableError(
             f"{source}: {name!r} is not a number in {_rows(wrong)} (such as {values[wrong[0]]!r}). "
-            "Write numbers like 1e18 or 2.95."
+            "Write numbers like 1e18 or 2.95, with a decimal point and no separator of thousands."
         )
     return numbers
 
@@ -263,6 +283,9 @@ def _check(table: Table) -> None:
     if "role" in table:
         wrong = np.array([role not in ROLES for role in table["role"].tolist()])
         _refuse(table, wrong, f"'role' is neither {' nor '.join(ROLES)}", "Correct")
+    if "set" in table:
+        wrong = np.array([name not in SETS for name in table["set"].tolist()])
+        _refuse(table, wrong, f"'set' is none of {', '.join(SETS)}", "Correct")
     _check_repeats(table)
     _check_sizes(table)
     if len(table) > 1 and np.ptp(table["loss"]) == 0:
@@ -343,9 +366,8 @@ def gap_shares(table: Table) -> list[GapShare]:
     )
     shares = []
     for smaller, larger in pairwise(transformers):
-        size = smaller.partition("-")[2]
         for looped in table.models:
-            if is_transformer(looped) or looped.partition("-")[2] != size:
+            if is_transformer(looped) or not _same_size(table, looped, smaller):
                 continue
             tokens = float(table["tokens"][_best_row(table, smaller, None)[0]])
             rows = [
@@ -363,6 +385,18 @@ def gap_shares(table: Table) -> list[GapShare]:
                     share = (own - small) / (large - small)
                     shares.append(GapShare(looped, smaller, larger, score, share))
     return shares
+
+
+def _same_size(table: Table, looped: str, transformer: str) -> bool:
+    """Whether two names end in the same size, or `parameters` differ by less than `SAME_SIZE`."""
+    if looped.partition("-")[2] == transformer.partition("-")[2]:
+        return True
+    if "parameters" not in table:
+        return False
+    sizes = [
+        float(table["parameters"][table["model"] == name][0]) for name in (looped, transformer)
+    ]
+    return abs(np.log(sizes[0] / sizes[1])) < np.log(SAME_SIZE)
 
 
 def _best_row(table: Table, model: str, tokens: float | None) -> tuple[int, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,15 @@ from parcae.laws.forms import EXPONENTIAL, TEST_TIME, UNIFIED, Law
 from parcae.laws.isoflop import training_part
 from parcae.laws.lbfgs import minimise
 from parcae.laws.model_runs import ModelRuns, Points
+from parcae.laws.table import SETS, FitError
 
 STARTS = 12
 """Random starts per curve; enough for three parameters (`tests/laws/test_test_time.py`)."""
 MIN_POINTS = max(len(law.parameters) for law in TEST_TIME) + 1
+FORMS_SETS = ("curve", "grid", "end-to-end")
+RECOVERY_SETS = ("grid", "curve", "end-to-end")
+"""The first of these sets with curves is used: the paper compares forms on runs of fixed data, and
+measures the recovery of L_inf on the isoFLOP grid."""
 FLAT = 1e-6
 """Relative range of losses below which a curve does not determine a form."""
 
@@ -88,15 +94,13 @@ class FormScore:
     curves_beyond: int
 
 
-def compare_forms(curves: Sequence[Points]) -> tuple[list[FormScore], list[CurveFit]]:
-    """The scores of all forms, and the fits of the exponential form."""
-    scores, exponential = [], []
+def compare_forms(curves: Sequence[Points]) -> list[FormScore]:
+    """The scores of all forms over these curves."""
+    scores = []
     split = [(curve, curve.test_loops <= curve.mean_loops) for curve in curves]
     split = [(c, near) for c, near in split if near.sum() >= MIN_POINTS and not near.all()]
     for law in TEST_TIME:
-        whole = fit_curves(law, curves)
-        exponential = whole if law is EXPONENTIAL else exponential
-        inside = [fit.huber(fit.curve) for fit in whole]
+        inside = [fit.huber(fit.curve) for fit in fit_curves(law, curves)]
         shallow = fit_curves(law, [curve.take(near) for curve, near in split])
         beyond = [
             fit.huber(curve.take(~near)) for fit, (curve, near) in zip(shallow, split, strict=True)
@@ -110,7 +114,7 @@ def compare_forms(curves: Sequence[Points]) -> tuple[list[FormScore], list[Curve
                 curves_beyond=len(beyond),
             )
         )
-    return scores, exponential
+    return scores
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,66 @@ def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
 
 
 @dataclass(frozen=True)
+class TestTimeFits:
+    """The curves of loss against T of one model, on the sets of runs that the paper uses."""
+
+    __test__ = False  # not a test, despite its name
+    fits: dict[str, list[CurveFit]]
+    """By set: exponential fits of its curves."""
+    forms: list[FormScore]
+    forms_set: str
+    """The set that the forms are compared on: runs of fixed data (`curve`) where there are any."""
+    recovery: Recovery | None
+    recovery_set: str
+    """The set that recovery is measured on: the grid where it has curves."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For fit.json; the fits by set, mean_loops and tokens."""
+        fits = [(name, fit) for name, listed in self.fits.items() for fit in listed]
+        return {
+            "forms": self.forms,
+            "forms_set": self.forms_set,
+            "recovery": self.recovery,
+            "recovery_set": self.recovery_set,
+            "curves": [
+                {
+                    "set": name,
+                    "mean_loops": float(fit.curve.mean_loops[0]),
+                    "tokens": float(fit.curve.tokens[0]),
+                    "values": fit.values,
+                }
+                for name, fit in fits
+            ],
+        }
+
+
+def analyse_curves(runs: ModelRuns) -> tuple[TestTimeFits, list[str]]:
+    """Fit all curves of a model, and warnings. FitError if no run has a curve."""
+    curves = {name: runs.curves(runs.in_set(name), MIN_POINTS) for name in SETS}
+    if not any(curves.values()):
+        raise FitError(
+            f"{runs.model}: no run was measured at {MIN_POINTS} or more test_loops, "
+            "which a curve of three parameters needs. Measure at more."
+        )
+    _, messages = usable([curve for listed in curves.values() for curve in listed])
+    kept = {name: usable(listed)[0] for name, listed in curves.items()}
+    kept = {name: listed for name, listed in kept.items() if listed}
+    if not kept:
+        raise FitError(f"{runs.model}: no curve changes with T. Check how losses were measured.")
+    fits = {name: fit_curves(EXPONENTIAL, listed) for name, listed in kept.items()}
+    forms_set = next(name for name in FORMS_SETS if name in kept)
+    recovery_set = next(name for name in RECOVERY_SETS if name in kept)
+    result = TestTimeFits(
+        fits=fits,
+        forms=compare_forms(kept[forms_set]),
+        forms_set=forms_set,
+        recovery=recovery(fits[recovery_set]),
+        recovery_set=recovery_set,
+    )
+    return result, messages
+
+
+@dataclass(frozen=True)
 class Conditioning:
     """One way in which the decay with T depends on mu: total Huber losses, as in the paper."""
 
@@ -165,18 +229,19 @@ class Conditioning:
     grid_frozen: float
     """Training law frozen; only Z, z (and gamma) fitted."""
     held_out: float | None
+    """At the end-to-end models; None if there are none."""
     held_out_frozen: float | None
     gamma: float | None
 
 
-def conditioning(joint: LawFit, frozen: LawFit, held_out: Sequence[Points]) -> Conditioning:
+def conditioning(joint: LawFit, frozen: LawFit, end_to_end: Sequence[Points]) -> Conditioning:
     """Compare a unified law fitted jointly and with the training law frozen."""
 
     def total(fit: LawFit) -> float | None:
-        if not held_out:
+        if not end_to_end:
             return None
         return float(
-            sum(huber(np.log(fit.predict(curve) / curve.loss)).sum() for curve in held_out)
+            sum(huber(np.log(fit.predict(curve) / curve.loss)).sum() for curve in end_to_end)
         )
 
     return Conditioning(
@@ -193,6 +258,7 @@ def conditioning(joint: LawFit, frozen: LawFit, held_out: Sequence[Points]) -> C
 class HeldOut:
     """Measured and predicted loss of a run that no law was fitted to."""
 
+    set: str
     mean_loops: float
     tokens: float
     measured: float
@@ -211,7 +277,12 @@ def predict_held_out(
 ) -> list[HeldOut]:
     """Compare the laws with the held-out runs that were measured at T = mu."""
     rows = []
-    for curve in runs.curves(runs.held_out(), 1):
+    named = [
+        (name, curve)
+        for name in SETS
+        for curve in runs.curves(runs.held_out() & runs.in_set(name), 1)
+    ]
+    for name, curve in named:
         at_mu = curve.test_loops == np.round(curve.mean_loops)
         if not at_mu.any():
             continue
@@ -229,6 +300,7 @@ def predict_held_out(
             oracle_error = float(relative_errors(oracle, curve.loss).mean())
         rows.append(
             HeldOut(
+                set=name,
                 mean_loops=float(curve.mean_loops[0]),
                 tokens=float(curve.tokens[0]),
                 measured=measured,

@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from parcae.config import ConfigError
 from parcae.data.shards import MANIFEST, read_manifest
+from parcae.evaluation.item_scores import scores_of_run
 from parcae.files import (
     FileError,
     is_in_use,
@@ -25,7 +28,8 @@ from parcae.files import (
     write_sealed,
     write_text,
 )
-from parcae.laws.table import TABLE_FILE, table_from_rows, write_table
+from parcae.laws.model_runs import assign_sets
+from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import read_result, read_status
 from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
@@ -182,9 +186,17 @@ class SweepFolder:
     def record_failure(self, name: str, reason: str) -> None:
         _set(self.path / FAILED_FILE, self.read_failures(), name, reason)
 
+    def rows(self, runs: Iterable[PlannedRun]) -> list[dict[str, Any]]:
+        """The rows of the table: losses and scores of all finished runs."""
+        runs = list(runs)
+        sets = sets_of(runs)
+        return [
+            row for run in runs for row in rows_of(run, self.run_folder(run.name), sets[run.name])
+        ]
+
     def collect(self, runs: Iterable[PlannedRun]) -> list[dict[str, Any]]:
         """Write the table of all finished runs, and return its rows."""
-        rows = [row for run in runs for row in rows_of(run, self.run_folder(run.name))]
+        rows = self.rows(runs)
         if rows:
             table = table_from_rows(rows, str(self.table_file))
             write_table(self.table_file, table)
@@ -204,12 +216,34 @@ def _set(path: Path, before: Mapping[str, str], name: str, value: str | None) ->
         write_json(path, now)
 
 
-def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
-    """One row of the table for each number of loops that a finished run was validated at."""
+def sets_of(runs: Sequence[PlannedRun]) -> dict[str, str]:
+    """By run: its set in the table, which follows from the plan, finished or not."""
+    sets: dict[str, str] = {}
+    for model in dict.fromkeys(run.model for run in runs):
+        same = [run for run in runs if run.model == model]
+        loops, tokens, flops = (
+            np.array(column, dtype=float)
+            for column in zip(
+                *((run.mean_loops, run.tokens, run.budget or run.flops) for run in same),
+                strict=True,
+            )
+        )
+        assigned = assign_sets(loops, tokens, flops)
+        sets |= {run.name: name for run, name in zip(same, assigned, strict=True)}
+    return sets
+
+
+def rows_of(run: PlannedRun, folder: Path, set_name: str) -> list[dict[str, Any]]:
+    """One row of the table for each number of loops that a finished run was validated at.
+
+    Scores of `parcae eval` on the run are in columns named after their suites.
+    """
     result, recipe = read_result(folder), run.recipe
     if result is None or result["status"] != "finished":
         return []
+    scores, limit = scores_of_run(folder)
     common = {
+        "set": set_name,
         "budget": run.budget or result["flops"],
         "learning_rate": recipe.optimiser.lr,
         "seed": recipe.run.seed,
@@ -232,9 +266,17 @@ def rows_of(run: PlannedRun, folder: Path) -> list[dict[str, Any]]:
                     "test_loops": int(loops),
                     "loss": measured["loss"],
                     **common,
+                    **_columns(scores.get(int(loops), {})),
+                    **({"eval_limit": limit} if limit and int(loops) in scores else {}),
                 }
             )
     return rows
+
+
+def _columns(scores: Mapping[str, float]) -> dict[str, float]:
+    """Scores of suites by the columns of the table; the held-out loss is there already."""
+    named = {suite.replace("-", "_"): value for suite, value in scores.items()}
+    return {name: value for name, value in named.items() if name in SCORES}
 
 
 def training_tokens(data: DataConfig) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.progress import TextColumn
 
 from parcae import console
+from parcae.laws.isoflop import MIN_DEPTHS
 from parcae.runs import last_step, read_status
 from parcae.sweeps.estimate import Estimate
 from parcae.sweeps.folder import RunState
@@ -177,6 +178,21 @@ def note_on_budgets(runs: Sequence[PlannedRun]) -> str | None:
     return (
         f"Steps are whole: {len(off)} of the runs miss their budget by more than 2 %, {name} by "
         f"{off[name]:+.1%}. Use larger budgets or a smaller data.global_batch."
+    )
+
+
+def note_on_depths(runs: Sequence[PlannedRun]) -> str | None:
+    """A note if no FLOP budget has enough looped depths for a parabola."""
+    depths: dict[tuple[str, float], set[float]] = {}
+    for run in runs:
+        if run.budget and run.mean_loops > 1:
+            depths.setdefault((run.model, run.budget), set()).add(run.mean_loops)
+    most = max(map(len, depths.values()), default=0)
+    if not 1 < most < MIN_DEPTHS:
+        return None
+    return (
+        f"No budget has {MIN_DEPTHS} or more loops above 1, which the parabolas of `parcae fit` "
+        f"need; the most is {most}. 1 is fixed depth, a baseline, and does not count."
     )
 
 

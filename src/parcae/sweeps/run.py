@@ -16,12 +16,13 @@ from parcae.machine import StopSignals
 from parcae.recipe import build, from_file
 from parcae.runs import read_result
 from parcae.sweeps.estimate import Estimate, estimate
-from parcae.sweeps.folder import RunState, SweepFolder, rows_of, training_tokens
+from parcae.sweeps.folder import RunState, SweepFolder, training_tokens
 from parcae.sweeps.launch import LocalWorkers, environments, threads_per_worker, visible_devices
 from parcae.sweeps.plan import Grid, PlannedRun, plan_sweep
 from parcae.sweeps.progress import (
     SweepProgress,
     note_on_budgets,
+    note_on_depths,
     note_on_repeated_data,
     note_on_test_loops,
     print_plan,
@@ -208,6 +209,7 @@ class _Runner:
             states, path = self.states(), self.folder.path
             print_plan(self.runs, states, to_do, estimated, self.workers, path)
         self.message(note_on_budgets(self.runs))
+        self.message(note_on_depths(self.runs))
         return to_do, estimated
 
     def prepare(self) -> None:
@@ -246,7 +248,6 @@ class _Runner:
 
     def result(self, interrupted: bool = False) -> SweepResult:
         states, failures = self.states(), self.folder.read_failures()
-        rows = [row for run in self.runs for row in rows_of(run, self.folder.run_folder(run.name))]
         return SweepResult(
             folder=self.folder.path,
             runs=tuple(
@@ -254,7 +255,7 @@ class _Runner:
                 for run in self.runs
             ),
             table_file=self.folder.table_file,
-            rows=tuple(rows),
+            rows=tuple(self.folder.rows(self.runs)),
             interrupted=interrupted,
         )
 
