@@ -21,7 +21,7 @@ from parcae.evaluation.tables import published_scores, tables
 from parcae.evaluation.tasks import tasks_named
 from parcae.files import FileError
 from parcae.infer.network import Network
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs import load
 
@@ -103,7 +103,7 @@ def test_divergence_at_one_depth_keeps_the_others(
 
 def test_a_target_with_probability_zero_is_an_error():
     logits = torch.tensor([[0.0, 1.0, -torch.inf]])
-    with pytest.raises(BrokenLogits, match="minus infinity"):
+    with pytest.raises(NonFiniteLogits, match="minus infinity"):
         read_predictions(lambda x: x, logits, torch.tensor([2]), 3)
 
 

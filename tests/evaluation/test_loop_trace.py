@@ -16,7 +16,7 @@ from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loop_trace import LoopTrace, trace_loops
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 
 TOKENS = [5, 17, 80, 80, 3, 60, 9]
@@ -91,7 +91,7 @@ def test_a_model_without_predictions_is_named():
     broken = randomised(tiny())
     with torch.no_grad():
         broken.embed.weight.fill_(torch.nan)
-    with pytest.raises(BrokenLogits):
+    with pytest.raises(NonFiniteLogits):
         trace_loops(broken, TOKENS)
 
 

@@ -14,7 +14,7 @@ from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer.engine import generate
 from parcae.infer.reference import generate as plainly
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs import open_checkpoint
 
@@ -161,7 +161,7 @@ def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
         return x
 
     engine.network.read = broken  # type: ignore[method-assign]
-    with pytest.raises(BrokenLogits, match="not a number"):
+    with pytest.raises(NonFiniteLogits, match="not a number"):
         engine.generate([1, 2, 3, 4], **SAMPLED)
     engine.network.read = read  # type: ignore[method-assign]
     begun += [piece.token for piece in other]
@@ -178,7 +178,7 @@ def test_broken_weights_are_said_to_be_broken():
         model.embed.weight.fill_(math.nan)
     engine = Engine(model)
     for options in ({}, {"temperature": 1.0}, {"exit": "kl:0.1"}, {"draft_loops": 1}):
-        with pytest.raises(BrokenLogits, match="weights are broken"):
+        with pytest.raises(NonFiniteLogits, match="weights are broken"):
             engine.generate([1, 2], loops=3, **options)
         assert is_idle(engine)
 

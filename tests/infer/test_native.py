@@ -19,13 +19,13 @@ from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
 from parcae.infer.forward import forward
-from parcae.infer.native.kernels import MAX_TOKENS, Kernels, NoKernels
+from parcae.infer.native.kernels import MAX_TOKENS, Kernels, KernelsUnavailable
 from parcae.infer.network import Network
 from parcae.infer.quantise import matrix
 
 try:
     KERNELS = Kernels()
-except NoKernels as problem:
+except KernelsUnavailable as problem:
     pytest.skip(f"the C++ layers cannot be built here: {problem}", allow_module_level=True)
 
 

@@ -12,7 +12,7 @@ from oracles import GreedyEngine as Engine
 from oracles import model_of
 from parcae.config import ConfigError
 from parcae.infer.reference import generate as plain
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 
 PROMPTS = [[5, 17, 80], [1, 2, 3, 4], [9], [5, 17, 80, 7]]
 
@@ -101,9 +101,9 @@ def test_one_that_breaks_does_not_break_the_others(draft):
     made = engine.generate([1, 2], **options)
     assert list(made.tokens) == plain(model, [1, 2], new_tokens=6, loops=3, temperature=0)
     assert broken.finish == "error"
-    with pytest.raises(BrokenLogits):
+    with pytest.raises(NonFiniteLogits):
         broken.completion()
-    with pytest.raises(BrokenLogits):
+    with pytest.raises(NonFiniteLogits):
         list(engine.stream([7], **options))
 
 

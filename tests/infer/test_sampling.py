@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parcae.config import ConfigError
 from parcae.infer.sampling import (
-    BrokenLogits,
+    NonFiniteLogits,
     Sampling,
     choose,
     noise,
@@ -209,7 +209,7 @@ def test_impossible_settings(wrong):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_numbers(broken, temperature):
     sampling = Sampling(temperature=temperature)
-    with pytest.raises(BrokenLogits, match="not a number"):
+    with pytest.raises(NonFiniteLogits, match="not a number"):
         probabilities(torch.tensor(broken), sampling)
     with pytest.raises(ValueError, match="not a number"):
         pick(torch.tensor(broken), sampling, 0, 0, [])

@@ -1,4 +1,4 @@
-"""Checkpoints: which are kept, what writing costs training, and what damage does."""
+"""CheckpointWriter: which are kept, what writing costs training, and what damage does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from parcae.files import FileError
 from parcae.recipe import write_toml
 from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
 from parcae.runs.layout import checkpoint_path, list_steps
-from parcae.training import checkpoint
-from parcae.training.checkpoint import Checkpoints, Snapshot
+from parcae.training import checkpoint_writer as checkpoint
+from parcae.training.checkpoint_writer import CheckpointWriter, Snapshot
 from parcae.training.distributed import Workers
 from parcae.training.run import train
 from parcae.training.settings import plain_recipe
@@ -41,7 +41,7 @@ def kept(store):
 
 
 def open_store(folder, keep_last=2, keep_best=True):
-    return Checkpoints(folder, CPU, keep_last, keep_best)
+    return CheckpointWriter(folder, CPU, keep_last, keep_best)
 
 
 def test_the_last_ones_are_kept(tmp_path):

@@ -15,7 +15,7 @@ import parcae
 from parcae.model.flops import parameter_count, training_flops_per_token
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
-from parcae.training.log import Display
+from parcae.training.progress import Display
 from parcae.training.run import train
 from parcae.training.schedule import total_steps
 from parcae.training.settings import plain_recipe, recipe_from_tree

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console  # errors in the arguments need not wait for these imports
     from parcae.config import ConfigError, require
     from parcae.evaluation.loop_trace import draw_trace, trace_loops
-    from parcae.infer.sampling import BrokenLogits
+    from parcae.infer.sampling import NonFiniteLogits
     from parcae.runs import open_checkpoint
 
     model, tokenizer, folder = open_checkpoint(
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     used = tokens[: min(arguments.tokens, model.config.context_length)]
     try:
         trace = trace_loops(model, [tokenizer.bos, *used], arguments.loops)
-    except BrokenLogits as error:
+    except NonFiniteLogits as error:
         raise ConfigError(f"{folder}: {error}") from None
     texts = [token.decode(errors="replace") for token in tokenizer.token_bytes]
     texts += [f"#{token}" for token in range(len(texts), model.config.vocab_size)]

@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae.commands.repl import run_repl  # slow imports, after the arguments are checked
     from parcae.infer.engine import Engine
-    from parcae.infer.sampling import BrokenLogits
+    from parcae.infer.sampling import NonFiniteLogits
     from parcae.runs import open_checkpoint
 
     checkpoint = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
@@ -197,7 +197,7 @@ def run(arguments: argparse.Namespace) -> int:
             run_repl(engine, options, checkpoint.folder)
         else:
             _write(engine, prompt, options, checkpoint, arguments.json)
-    except BrokenLogits as error:
+    except NonFiniteLogits as error:
         raise ConfigError(f"{checkpoint.folder}: {error}") from None
     return 0
 

@@ -31,12 +31,12 @@ def pass_on(arguments: Sequence[str]) -> int:
             "lm-eval: not installed. Install it by pip install 'parcae[eval]'."
         ) from None
     import parcae.evaluation.harness  # noqa: F401  (registers the model type)
-    from parcae.infer.sampling import BrokenLogits
+    from parcae.infer.sampling import NonFiniteLogits
 
     original, sys.argv = sys.argv, ["lm_eval", *arguments]
     try:
         cli_evaluate()
-    except BrokenLogits as error:
+    except NonFiniteLogits as error:
         raise ConfigError(f"lm-eval: {error}") from None
     finally:
         sys.argv = original

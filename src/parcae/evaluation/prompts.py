@@ -1,5 +1,8 @@
 """From questions to token sequences, with the span of each that is scored.
 
+These are the few-shot prompts of CORE and CORE-Extended; the delimiters of tasks are in tasks.csv,
+and the prompts of the zero-shot set in zero_shot.py.
+
 1. The items of a task are shuffled once, with seed 1337.
 2. The few-shot examples of item i are drawn from all other items, with seed + i.
 3. Each alternative is a text: examples, separated by blank lines; question; delimiter; answer.

@@ -22,7 +22,7 @@ from parcae.evaluation.suites import SUITES, Suite, SuiteOptions, check_data, ch
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
 from parcae.files import exclusive, write_json, writing
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.frame import LanguageModel
 from parcae.runs import run_of
 from parcae.runs.layout import EVALUATION_FOLDER
@@ -183,7 +183,7 @@ def _evaluate(
     jobs = [job for suite in suites.values() for job in suite.jobs]
     try:
         _score(jobs, scorer, samples, report)
-    except BrokenLogits as error:
+    except NonFiniteLogits as error:
         raise ConfigError(f"{scorer.name}: {error}") from None
     loops = tuple(sorted({*scorer.depths, *samples.common_loops(jobs)}))
     result = EvaluationResult(

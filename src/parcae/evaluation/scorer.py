@@ -28,7 +28,7 @@ from parcae.evaluation.prompts import Prompt
 from parcae.files import FileError, read_json
 from parcae.infer.network import Network, without_autocast
 from parcae.infer.request import check_whole
-from parcae.infer.sampling import BrokenLogits, check_logits
+from parcae.infer.sampling import NonFiniteLogits, check_logits
 from parcae.model import CONFIG_FILE
 from parcae.model.frame import LanguageModel
 from parcae.model.init import draw_state
@@ -183,9 +183,9 @@ class LoopedScorer:
         error: some models diverge with more loops than they were trained with."""
         try:
             return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
-        except BrokenLogits as error:
+        except NonFiniteLogits as error:
             if loops == self.first_depth:
-                raise BrokenLogits(f"at {loops} loops, {error}") from None
+                raise NonFiniteLogits(f"at {loops} loops, {error}") from None
         return torch.full(targets.shape, torch.nan, dtype=torch.float64), torch.full_like(
             targets, -1, device="cpu"
         )
@@ -286,7 +286,7 @@ def read_predictions(
         check_logits(predicted)
         losses = F.cross_entropy(predicted, expected, reduction="none").double().cpu()
         if not losses.isfinite().all():
-            raise BrokenLogits("logits: minus infinity for a scored token.")
+            raise NonFiniteLogits("logits: minus infinity for a scored token.")
         nats.append(losses)
         likeliest.append(predicted.argmax(-1).cpu())
     return torch.cat(nats), torch.cat(likeliest)

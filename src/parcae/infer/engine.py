@@ -29,7 +29,7 @@ from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
 from parcae.infer.forward import PassOutput, forward
-from parcae.infer.native.kernels import Kernels, NoKernels
+from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.network import Network, without_autocast
 from parcae.infer.quantise import WEIGHTS, Weights
 from parcae.infer.request import DepthPlan, Request, check_whole
@@ -312,7 +312,7 @@ def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels |
     require(fits, "layers", reason, "Use layers='auto'.")
     try:
         return Kernels()
-    except NoKernels as problem:
+    except KernelsUnavailable as problem:
         remedy = "Use layers='torch'."
         require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
         if weights == "int8":

@@ -9,7 +9,8 @@ cost of a shallow core. To make it cheaper, only the first prediction covers the
 later ones cover the `CANDIDATES` tokens that were likeliest then.
 
 `register_exit_rule` adds a rule by name. Later tokens attend to the last keys and values of a token
-that stopped early: see `Cache.settle`. Prompts are read at full depth.
+that stopped early: see `Cache.settle`. Prompts are read at full depth. The built-in rules are
+implemented a second time for the CPU in native/pass.cpp: change both.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ TOP_P_CANDIDATES = 512
 """Tokens among which top-p looks first; it nearly always keeps fewer."""
 
 
-class BrokenLogits(ValueError):
+class NonFiniteLogits(ValueError):
     """The model's logits are not finite."""
 
 
@@ -129,13 +129,13 @@ def _rank(probs: Tensor, sampling: Sampling) -> Tensor:
 
 
 def check_logits(logits: Tensor) -> None:
-    """BrokenLogits for NaN, infinity, or only minus infinity: the maximum shows all of them."""
+    """NonFiniteLogits for NaN, infinity, or only minus infinity: the maximum shows all of them."""
     check_largest(bool(logits.amax(-1).isfinite().all()))
 
 
 def check_largest(finite: bool) -> None:
     if not finite:
-        raise BrokenLogits(
+        raise NonFiniteLogits(
             "logits: not a number. The model has diverged, or its weights are broken."
         )
 
@@ -165,7 +165,7 @@ def choose(probs: Tensor, noise: Tensor) -> Tensor:
 
 
 def likeliest(logits: np.ndarray) -> int:
-    """The argmax, the first of equals; BrokenLogits if it is not finite."""
+    """The argmax, the first of equals; NonFiniteLogits if it is not finite."""
     best = int(logits.argmax())  # argmax finds NaN
     check_largest(math.isfinite(logits[best]))
     return best

@@ -21,7 +21,7 @@ import torch
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Request
-from parcae.infer.sampling import BrokenLogits, likeliest, pick
+from parcae.infer.sampling import NonFiniteLogits, likeliest, pick
 
 Finish = Literal["length", "context", "stop", "error"]
 
@@ -133,7 +133,7 @@ class RunningSequence:
         self.loops: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
-        self.error: BrokenLogits | None = None
+        self.error: NonFiniteLogits | None = None
         """Set if the model's logits were not finite; other sequences continue."""
         self.pieces: deque[Piece] = deque()
         """Not yet taken by the caller of a stream."""
@@ -160,7 +160,7 @@ class RunningSequence:
                 return likeliest(logits)
             tensor = torch.from_numpy(logits)
             return pick(tensor, request.sampling, request.seed, len(seen), seen)
-        except BrokenLogits as error:
+        except NonFiniteLogits as error:
             self.error, self.finish = error, "error"
             return 0
 

@@ -165,9 +165,9 @@ class FitResult:
 def fit(
     table: Any,
     *,
-    starts: int = 500,
+    starts: int = FitSettings.starts,
     unified_starts: int | None = None,
-    bootstrap_samples: int = 200,
+    bootstrap_samples: int = FitSettings.bootstrap_samples,
     halving: bool = True,
     seed: int = 0,
     progress: Progress = lambda _: None,
@@ -179,7 +179,12 @@ def fit(
     unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
     are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
     """
-    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", "Use the default, 500.")
+    require(
+        starts >= 1,
+        "starts",
+        f"must be >= 1, but is {starts}",
+        f"Use the default, {FitSettings.starts}.",
+    )
     require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
     require(
         bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,

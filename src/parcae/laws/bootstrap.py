@@ -110,7 +110,7 @@ def assess(
     return result, [] if drawn is None else warnings(fit, drawn)
 
 
-def bootstrap(fit: LawFit, samples: int = 200, seed: int = 0) -> BootstrapSamples:
+def bootstrap(fit: LawFit, samples: int, seed: int = 0) -> BootstrapSamples:
     """Refit `samples` bootstrap samples in one batch."""
     errors = sample_errors(fit, samples, np.random.default_rng(seed))
     targets = np.log(fit.predict(fit.points)) + errors

@@ -13,7 +13,8 @@ and the choice of A_bar decides whether the state can blow up (the paper's stabi
 
 `prepare(e)` computes once per forward what is the same in all loops: the discretisation and B e.
 `mix(h, ...)` is the rest, in every loop. Injections from outside the package are subclasses of
-`Injection`, registered by `parcae.register_injection`; see docs/extending.md.
+`Injection`, registered by `parcae.register_injection`; see docs/extending.md. A built-in one is a
+class here and a line in `registry.INJECTIONS`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from parcae.report.runs import Measured, Run, number, read_runs
 from parcae.runs.layout import REPORT_FOLDER
 
 SHOWN_EVENTS = 50
-NOTHING_ALLOWED = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """The content security policy of the page: the browser loads and runs nothing."""
 
 
@@ -78,7 +78,7 @@ def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{NOTHING_ALLOWED}">
+<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">
 <link rel="icon" href="data:,">
 <title>{escape(title)} – Parcae report</title>
 <style>

@@ -15,7 +15,7 @@ from parcae.runs.checkpoints import (
     verify_weights,
 )
 from parcae.runs.layout import run_of
-from parcae.runs.opening import Checkpoint, find_tokenizer, load, open_checkpoint
+from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
 from parcae.runs.records import (
     FINAL_STATUSES,
     check_run_folder,

@@ -1,4 +1,6 @@
-"""The names of files and folders in a run folder; no other module spells them.
+"""The names of files and folders in a run folder: the one module that defines them.
+
+The names of a model folder (config.json, model.safetensors) are in `parcae.model`.
 
 RUN/
     recipe.toml             every setting of the run, resolved

@@ -20,7 +20,7 @@ from parcae.runs import FINAL_STATUSES, read_result, read_status
 from parcae.sweeps.worker import RunRequest, command
 
 ATTEMPTS = 3
-SECONDS_BETWEEN_LOOKS = 0.2
+POLL_SECONDS = 0.2
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -75,7 +75,7 @@ class LocalWorkers:
                     else:
                         observer.ended(ended.request, self._failure(ended, stop.asked))
                 observer.waiting()
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
         finally:
             self._ask_to_stop()
             for active in self.active:

@@ -17,7 +17,7 @@ from parcae.sweeps.folder import RunState
 from parcae.sweeps.plan import PlannedRun
 from parcae.sweeps.worker import RunRequest
 
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_SECONDS = 1.0
 ENOUGH = 0.01
 """Share of the work after which the time left follows from the speed so far."""
 
@@ -71,7 +71,7 @@ class SweepProgress(console.LiveProgress):
 
     def waiting(self) -> None:
         now = self._clock()
-        if now < self._looked + SECONDS_BETWEEN_LOOKS:
+        if now < self._looked + POLL_SECONDS:
             return
         self._looked = now
         for name in self.active:

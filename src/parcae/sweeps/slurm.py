@@ -24,7 +24,7 @@ from parcae.schema import Settings, setting
 from parcae.sweeps.launch import ATTEMPTS, failure, start_process
 from parcae.sweeps.worker import RunRequest
 
-SECONDS_BETWEEN_LOOKS = 1.0
+POLL_SECONDS = 1.0
 SECONDS_TO_SAVE = 120
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
@@ -61,7 +61,7 @@ class SlurmRun:
             self._process = start_process(self.request, processes=self.processes)
             # Not wait(): the signal handler that calls `checkpoint` would find its lock taken.
             while (exit_code := self._process.poll()) is None:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+                time.sleep(POLL_SECONDS)
             code = exit_code
             if code >= 0:
                 break

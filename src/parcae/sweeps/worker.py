@@ -22,7 +22,7 @@ from parcae.files import FileError, InUseError, exclusive
 from parcae.runs import FINAL_STATUSES, read_status
 
 PR_SET_PDEATHSIG = 1
-SECONDS_BETWEEN_LOOKS = 0.5
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def wait_until_free(run: Path) -> None:
                 return
         except InUseError as error:
             print(f"waiting: {error}", flush=True)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_SECONDS)
 
 
 def _end_with(parent: int) -> None:

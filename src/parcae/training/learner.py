@@ -14,12 +14,12 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import DepthLosses, Totals, totals_by_depth
 from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.engine import Engine
-from parcae.infer.sampling import BrokenLogits
+from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import create
 from parcae.model.flops import executed
 from parcae.model.frame import LanguageModel
 from parcae.model.store import header
-from parcae.training.checkpoint import Snapshot
+from parcae.training.checkpoint_writer import Snapshot
 from parcae.training.corpora import TrainingData
 from parcae.training.distributed import Workers, compute_dtype
 from parcae.training.guard import Guard
@@ -202,7 +202,7 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
                     seed=recipe.run.seed,
                     stop_tokens=(tokenizer.bos,),
                 )
-            except (BrokenLogits, ConfigError):
+            except (NonFiniteLogits, ConfigError):
                 continue
             text = tokenizer.decode(completion.tokens)
             samples.append({"depth": depth, "prompt": prompt, "text": text})

@@ -19,14 +19,15 @@ from parcae.machine import StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
-from parcae.training.checkpoint import Checkpoints
+from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora, prepare_corpora
 from parcae.training.cost import peak_flops
 from parcae.training.data_use import use_of_plans
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Display, Log, finite, open_sinks
+from parcae.training.log import Log, finite, open_sinks
+from parcae.training.progress import Display
 from parcae.training.run import resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
@@ -83,7 +84,7 @@ class Trainer:
         self.recipe, self.out, self.workers = recipe, out, workers
         self.learner, self.display = learner, display
         keep = recipe.run
-        self.checkpoints = Checkpoints(out, workers, keep.keep_last, keep.keep_best)
+        self.checkpoints = CheckpointWriter(out, workers, keep.keep_last, keep.keep_best)
         self.log: Log | None = None
         self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
         """FLOP/s of this device; raised by a step that was faster."""

@@ -34,7 +34,7 @@ MAX_TOKENS = 32
 """In passes of more tokens PyTorch's matrix products are faster."""
 
 
-class NoKernels(RuntimeError):
+class KernelsUnavailable(RuntimeError):
     """Why the C++ library is not available."""
 
 
@@ -90,11 +90,11 @@ class ModelFields(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of the library. Raises NoKernels if it cannot be compiled or loaded."""
+    """The functions of the library. KernelsUnavailable if it cannot be compiled."""
 
     def __init__(self) -> None:
         library = _load()
-        if isinstance(library, NoKernels):
+        if isinstance(library, KernelsUnavailable):
             raise library
         self._pass = library.parcae_pass
         self._pass.argtypes = (POINTER(ModelFields), c_void_p)
@@ -130,12 +130,12 @@ def thread_count(products: int) -> int:
 
 
 @cache
-def _load() -> ctypes.CDLL | NoKernels:
+def _load() -> ctypes.CDLL | KernelsUnavailable:
     """The library, compiled if necessary, or why it is not available."""
     if os.environ.get("PARCAE_NATIVE", "1") == "0":
-        return NoKernels("PARCAE_NATIVE=0 turns them off")
+        return KernelsUnavailable("PARCAE_NATIVE=0 turns them off")
     if _compiler() is None:
-        return NoKernels("there is no C++ compiler (set CXX, or install g++)")
+        return KernelsUnavailable("there is no C++ compiler (set CXX, or install g++)")
     try:
         path = _compiled()
         try:
@@ -143,10 +143,10 @@ def _load() -> ctypes.CDLL | NoKernels:
         except OSError:  # damaged, or compiled for another machine
             path.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled()))
-    except NoKernels as problem:
+    except KernelsUnavailable as problem:
         return problem
     except (OSError, RuntimeError) as error:
-        return NoKernels(f"the library cannot be stored in the cache folder ({error})")
+        return KernelsUnavailable(f"the library cannot be stored in the cache folder ({error})")
 
 
 def _compiler() -> str | None:
@@ -168,7 +168,7 @@ def _compiled() -> Path:
             with atomic_path(path) as temporary:
                 _compile(compiler, temporary)
         except OSError as error:
-            raise NoKernels(f"{path} cannot be written ({error})") from None
+            raise KernelsUnavailable(f"{path} cannot be written ({error})") from None
     return path
 
 
@@ -176,7 +176,7 @@ def _compile(compiler: str, target: Path) -> None:
     command = [compiler, *FLAGS, str(SOURCE), "-o", str(target)]
     try:
         _run([*command, "-fopenmp"])
-    except NoKernels:  # without OpenMP the library uses one thread
+    except KernelsUnavailable:  # without OpenMP the library uses one thread
         _run(command)
 
 
@@ -187,9 +187,9 @@ def _run(command: list[str]) -> str:
         )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines()[:3]
-        raise NoKernels(f"{command[0]} failed: {' '.join(lines)}") from None
+        raise KernelsUnavailable(f"{command[0]} failed: {' '.join(lines)}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoKernels(f"{command[0]} failed: {error}") from None
+        raise KernelsUnavailable(f"{command[0]} failed: {error}") from None
     return result.stdout
 
 

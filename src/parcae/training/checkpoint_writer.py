@@ -66,7 +66,7 @@ class Snapshot:
     state: Mapping[str, Any]
 
 
-class Checkpoints:
+class CheckpointWriter:
     """The checkpoints of one run."""
 
     def __init__(self, run: Path, workers: Workers, keep_last: int, keep_best: bool) -> None:
