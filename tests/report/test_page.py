@@ -186,7 +186,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     check = {"kind": "validation", "step": 60, "losses": {"1": None, "8": float("nan")}}
     outcome = fakes.result(90, status="diverged", validation=None, train_loss=None, samples=None)
     outcome["diagnosis"] = "the norm grew at core 1 <& there>"
-    folder = fakes.write_run(tmp_path / "$_{x}$", [*lines, *looks, check], outcome=outcome)
+    folder = fakes.write_run(tmp_path / "$_{x}$", [*looks, check, *lines], outcome=outcome)
     content, reader = report(folder)
     assert "nan" not in reader.text
     assert "the norm grew at core 1 &lt;&amp; there&gt;" in content

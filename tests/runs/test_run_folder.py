@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import torch
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError, sha256, write_json
-from parcae.model import WEIGHTS_FILE
+from parcae.files import FileError, write_json
+from parcae.model import CONFIG_FILE, WEIGHTS_FILE
 from parcae.runs import (
     best_checkpoint,
     find_checkpoint,
@@ -24,11 +26,19 @@ from parcae.runs import (
     open_checkpoint,
     read_result,
     read_state,
+    read_status,
     run_of,
     verify_checkpoint,
 )
-from parcae.runs.checkpoints import write_state
-from parcae.runs.layout import RECIPE_FILE, RESULT_FILE, STATE_FILE, TOKENIZER_FILE, checkpoint_path
+from parcae.runs.layout import (
+    METRICS_FILE,
+    RECIPE_FILE,
+    RESULT_FILE,
+    STATE_FILE,
+    TOKENIZER_FILE,
+    checkpoint_path,
+)
+from parcae.runs.verification import write_state
 
 TOKENIZER = Tokenizer.train(["price = value\n\tend of price\n" * 5], 300)
 
@@ -98,6 +108,9 @@ def test_the_tokenizer_is_the_one_beside_the_weights_or_of_the_run(run):
     assert checkpoint.tokenizer.sha256 == TOKENIZER.sha256
     other = Tokenizer.train(["another text " * 9], 290)
     other.save(newest / TOKENIZER_FILE)
+    with pytest.raises(FileError, match="not a file of this checkpoint"):
+        open_checkpoint(run)
+    write_state(newest, 1000, {})
     assert open_checkpoint(run).tokenizer.sha256 == other.sha256
     assert open_checkpoint(run, run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
 
@@ -130,22 +143,52 @@ def test_a_flipped_bit_is_seen_by_whatever_loads(run):
             read(newest)
 
 
-def test_weights_are_verified_without_the_optimiser(tmp_path):
-    parcae.save(randomised(KINDS["parcae"]), tmp_path)
-    path = tmp_path / WEIGHTS_FILE
-    sums = {path.name: sha256(path), "optimiser/state.safetensors": "not needed to run it"}
-    (tmp_path / STATE_FILE).write_text(json.dumps({"files": sums}))
-    parcae.load(tmp_path)
-    flip_last_bit(path)
-    with pytest.raises(FileError, match="damaged, its checksum differs"):
-        parcae.load(tmp_path)
+@pytest.mark.parametrize("name", [CONFIG_FILE, TOKENIZER_FILE, "optimiser/state.safetensors"])
+def test_every_file_of_a_checkpoint_is_verified_on_every_load(run, name):
+    newest = find_checkpoint(run)
+    path = newest / name
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        path.write_bytes(b"12345678")
+    write_state(newest, 1000, {})
+    if name == CONFIG_FILE:  # valid, and another model
+        content = path.read_text()
+        assert "rope_theta" in content
+        path.write_text(re.sub(r'("rope_theta": )[0-9.]+', r"\g<1>10000.0", content))
+    else:
+        flip_last_bit(path)
+    for read in (parcae.load, parcae.open_checkpoint):
+        for checkpoint in (run, newest):
+            with pytest.raises(FileError, match="damaged, its checksum differs"):
+                read(checkpoint)
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", '{"files": 3}'])
-def test_a_state_without_checksums(tmp_path, state):
-    parcae.save(randomised(KINDS["parcae"]), tmp_path)
-    (tmp_path / STATE_FILE).write_text(state)
-    parcae.load(tmp_path)
+@pytest.mark.parametrize("state", ["[]", "{}", '{"files": 3}', '{"files": null}'])
+def test_a_state_without_checksums_is_refused(run, state):
+    newest = find_checkpoint(run)
+    (newest / STATE_FILE).write_text(state)
+    with pytest.raises(FileError, match="not a training checkpoint"):
+        parcae.load(newest)
+    (newest / STATE_FILE).unlink()
+    with pytest.raises(FileError, match=r"state\.json: missing"):
+        parcae.load(newest)
+
+
+def test_weights_that_were_added_are_refused(run):
+    newest = find_checkpoint(run)
+    shutil.copyfile(newest / WEIGHTS_FILE, newest / "shard-00001.safetensors")
+    with pytest.raises(FileError, match="not a file of this checkpoint"):
+        parcae.load(newest)
+
+
+def test_a_result_of_an_earlier_step_is_none(tmp_path):
+    write_json(tmp_path / RESULT_FILE, {"status": "finished", "steps": 7})
+    (tmp_path / METRICS_FILE).write_text('{"kind": "train", "step": 7}\n')
+    assert read_result(tmp_path) is not None
+    assert read_status(tmp_path) == "finished"
+    (tmp_path / METRICS_FILE).write_text('{"kind": "train", "step": 8}\n')
+    assert read_result(tmp_path) is None
+    assert read_status(tmp_path) == "started"
 
 
 def test_the_state_is_sealed(run):

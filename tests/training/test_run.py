@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 import parcae
@@ -72,3 +74,16 @@ def test_a_run_is_resumed_by_its_folder(finished):
         parcae.train(result.folder, resume=True, budget={"steps": 3})
     with pytest.raises(FileError, match="no run to resume"):
         parcae.train(result.folder / "checkpoints", resume=True)
+
+
+def test_a_refused_resume_keeps_the_result(finished, tmp_path):
+    """The shards of the run are gone, so that nothing can be trained."""
+    run = tmp_path / "run"
+    shutil.copytree(finished[1].folder, run)
+    before = (run / "result.json").read_bytes()
+    for shard in (run / "data").rglob("*.shard"):
+        shard.unlink()
+    with pytest.raises(FileError):
+        parcae.train(run, resume=True)
+    assert (run / "result.json").read_bytes() == before
+    assert TrainResult.read(run).status == "finished"

@@ -1,8 +1,9 @@
 """The run folder: file names, checkpoints, results. The only package that knows what is in one.
 
 layout        names of files and folders
-checkpoints   list, choose (newest, best), verify, state.json
-opening       from a path to a model and its tokenizer
+checkpoints   list, choose (newest, best), state.json
+verification  checksums of a checkpoint
+loading       from a path to a model and its tokenizer
 records       recipe.toml, metrics.jsonl, result.json
 """
 
@@ -11,8 +12,6 @@ from parcae.runs.checkpoints import (
     find_checkpoint,
     list_checkpoints,
     read_state,
-    verify_checkpoint,
-    verify_weights,
 )
 from parcae.runs.layout import run_of
 from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
@@ -25,6 +24,7 @@ from parcae.runs.records import (
     read_result,
     read_status,
 )
+from parcae.runs.verification import verify_checkpoint
 
 __all__ = [
     "FINAL_STATUSES",
@@ -44,5 +44,4 @@ __all__ = [
     "read_status",
     "run_of",
     "verify_checkpoint",
-    "verify_weights",
 ]

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: listing, choosing, verifying, and their state.json.
+"""The checkpoints of a run: listing, choosing, and reading their state.json.
 
 The best checkpoint is the earliest one with the lowest validation loss, for reading as well as for
 `run.keep_best`.
@@ -6,13 +6,11 @@ The best checkpoint is the earliest one with the lowest validation loss, for rea
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parcae.files import FileError, flush, read_json, sha256, write_json
+from parcae.files import FileError, read_json
 from parcae.model import CONFIG_FILE
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
@@ -21,8 +19,6 @@ from parcae.runs.layout import (
     checkpoint_path,
     list_steps,
 )
-
-STATE_FORMAT = "parcae-training-1"
 
 
 def list_checkpoints(run: str | Path) -> list[Path]:
@@ -73,61 +69,6 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise FileError(f"{path}: not a JSON object. Use another checkpoint of the run.")
     return state
-
-
-def write_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Write state.json with the checksums of all files in `folder`, which are on disk afterwards.
-
-    This is the last file of a checkpoint.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        flush(path)
-    checksums = {str(path.relative_to(folder)): sha256(path) for path in files}
-    content = {"format": STATE_FORMAT, "step": step, **state, "files": checksums}
-    write_json(folder / STATE_FILE, {**content, "sha256": _checksum(content)})
-    flush(folder)
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """Raise FileError unless every file exists and has the checksum it was written with."""
-    path = folder / STATE_FILE
-    state = read_json(path)
-    if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
-        raise FileError(f"{path}: not a training checkpoint of this version.")
-    if state.pop("sha256", None) != _checksum(state):
-        raise FileError(f"{path}: damaged, its checksum differs.")
-    for name, expected in state["files"].items():
-        _verify_file(folder / name, expected)
-
-
-def verify_weights(folder: Path) -> None:
-    """Raise FileError if a weight file differs from its checksum in state.json.
-
-    A folder without a state.json, such as `parcae.save` writes, has no checksums to compare with.
-    """
-    if not (folder / STATE_FILE).exists():
-        return
-    state = read_json(folder / STATE_FILE)
-    checksums = state.get("files") if isinstance(state, dict) else None
-    for name, expected in checksums.items() if isinstance(checksums, dict) else ():
-        path = folder / name
-        if path.parent == folder and path.suffix == ".safetensors" and sha256(path) != expected:
-            raise FileError(
-                f"{path}: damaged, its checksum differs. Use another checkpoint of the run."
-            )
-
-
-def _verify_file(path: Path, expected: str) -> None:
-    if not path.is_file():
-        raise FileError(f"{path}: missing.")
-    if sha256(path) != expected:
-        raise FileError(f"{path}: damaged, its checksum differs.")
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    """Of plain values, as they are read back from JSON."""
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _validation_loss(checkpoint: Path) -> float | None:

@@ -27,6 +27,8 @@ from pathlib import Path
 
 RECIPE_FILE = "recipe.toml"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "merges.txt")
+"""Files by which a folder with a tokenizer is recognised."""
 DATA_FOLDER = "data"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"
@@ -67,6 +69,13 @@ def list_steps(run: Path) -> list[int]:
     """The steps of all complete checkpoints, in order."""
     paths = (run / CHECKPOINTS_FOLDER).glob(f"{_STEP}*")
     return sorted(step_of(path) for path in paths if path.name.removeprefix(_STEP).isdecimal())
+
+
+def is_checkpoint_path(folder: Path) -> bool:
+    """Whether the path is that of a complete checkpoint of a run."""
+    folder = folder.absolute()
+    name = folder.name.removeprefix(_STEP)
+    return folder.parent.name == CHECKPOINTS_FOLDER and name != folder.name and name.isdecimal()
 
 
 def step_of(checkpoint: Path) -> int:

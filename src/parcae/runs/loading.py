@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parcae.config import require
 from parcae.files import FileError
-from parcae.runs.checkpoints import find_checkpoint, verify_weights
-from parcae.runs.layout import TOKENIZER_FILE, run_of
+from parcae.runs.checkpoints import find_checkpoint
+from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES, run_of
+from parcae.runs.verification import verify_model_folder
 
 if TYPE_CHECKING:
     import torch
 
     from parcae.data.tokenizer import Tokenizer
     from parcae.model.frame import LanguageModel
-
-TOKENIZER_FILES = (TOKENIZER_FILE, "merges.txt")
-"""Files by which a folder with a tokenizer is recognised."""
 
 
 class Checkpoint(NamedTuple):
@@ -38,12 +36,13 @@ def load(
     """The model of a model folder, a run or a checkpoint, in evaluation mode.
 
     `best`: of a run's checkpoints the one with the lowest validation loss instead of the newest.
-    Weights that differ from their recorded checksums raise FileError. No code from a file is run.
+    Every file of a run's checkpoint is verified: one that differs from its recorded checksum raises
+    FileError. No code from a file is run.
     """
     from parcae.model.store import read_model
 
     folder = find_checkpoint(path, best)
-    verify_weights(folder)
+    verify_model_folder(folder)
     return read_model(folder, device)
 
 
@@ -58,10 +57,12 @@ def open_checkpoint(
     `path` and `best` are those of `load`.
     """
     from parcae.data.tokenizer import Tokenizer
+    from parcae.model.store import read_model
 
     folder = find_checkpoint(path, best)
+    verify_model_folder(folder)
     encoder = Tokenizer.load(find_tokenizer(folder) if tokenizer is None else tokenizer)
-    model = load(folder, device)
+    model = read_model(folder, device)
     entries, vocabulary = encoder.vocab_size, model.config.vocab_size
     require(
         entries <= vocabulary,

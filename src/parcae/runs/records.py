@@ -42,14 +42,17 @@ def read_recipe_table(run: str | Path) -> dict[str, Any]:
 
 
 def read_result(run: str | Path) -> dict[str, Any] | None:
-    """What result.json says; None while the run has no result."""
+    """What result.json says; None while the run has no result, or none of its last step.
+
+    A resumed run keeps the result of its earlier end until it ends again.
+    """
     path = Path(run) / RESULT_FILE
     if not path.exists():
         return None
     result = read_json(path)
     if not isinstance(result, dict):
         raise FileError(f"{path}: not a JSON object. Was it edited?")
-    return result
+    return result if last_step(run) in (0, result.get("steps")) else None
 
 
 def read_status(run: str | Path) -> RunStatus:

@@ -188,7 +188,6 @@ def resume_run(run: Path, recipe: Recipe) -> None:
             "Omit the setting, or start a new run with another --out."
         )
     write_text(run / RECIPE_FILE, _recipe_text(recipe))
-    (run / RESULT_FILE).unlink(missing_ok=True)  # the run has no result until it ends again
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
