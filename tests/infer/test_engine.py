@@ -71,7 +71,7 @@ def test_a_seed_is_a_text(seed):
         assert engine.generate(prompt, seed=seed, draft_loops=1, **SAMPLED).tokens == tokens
         rest = engine.generate([*prompt, *tokens[:4]], seed=seed, **{**SAMPLED, "new_tokens": 6})
         assert rest.tokens == tokens[4:]
-    options = {"new_tokens": 10, "loops": 3, "top_k": 40, "seed": seed}
+    options = {**SAMPLED, "seed": seed}
     assert tuple(plainly(model, given[0], **options)) == expected[0]
     assert tuple(generate(model, given[0], **options)) == expected[0]
     assert engine.generate(given[0], seed=seed + 9, **SAMPLED).tokens != expected[0]

@@ -213,7 +213,7 @@ def test_who_wants_none_gets_none(monkeypatch):
 
 CHILD = """
 import parcae
-from oracles import GreedyEngine as Engine
+from parcae import Engine
 model = parcae.create("parcae-1m")
 print(Engine(model).network.native)
 Engine(model, layers="native")

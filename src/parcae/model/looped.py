@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
@@ -25,12 +26,22 @@ from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
 from parcae.model.init import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
 
-untraced = torch.compiler.disable(recursive=False, reason="its layers are compiled one by one")
-"""Lets `torch.compile(model)` compile the layers that a function calls, not the function itself:
-unrolled loops would take minutes to compile, and again for every number of loops."""
-
 Record = Literal["states", "residuals", "logits"]
 RECORDS: tuple[Record, ...] = ("states", "residuals", "logits")
+
+
+def untraced(function: Any) -> Any:
+    """Let `torch.compile(model)` compile the layers that a function calls, not the function itself:
+    unrolled loops would take minutes to compile, and again for every number of loops.
+
+    Does what `torch._dynamo.decorators.skip` does, without importing the compiler.
+    """
+    skip = eval_frame._FrameExecStrategy(
+        eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    )
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    function._torchdynamo_disable = True
+    return function
 
 
 class LoopInputs(NamedTuple):
