@@ -173,4 +173,4 @@ class _Lengths:
     fingerprint: str = ""
 
     def tokens(self, document: int) -> np.ndarray:
-        raise NotImplementedError
+        raise AssertionError("packing reads lengths only")
