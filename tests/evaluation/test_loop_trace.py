@@ -18,6 +18,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loop_trace import LoopTrace, trace_loops
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
+from parcae.runs.verification import write_state
 
 TOKENS = [5, 17, 80, 80, 3, 60, 9]
 TEXT = "price = $x_1$ [bold] 日\n\tend      of"
@@ -137,6 +138,7 @@ def test_the_figure_is_written_into_the_run(capsys, folder, tmp_path, monkeypatc
     """For a model that is not part of a run, into out/."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "runs/mine/checkpoints/step-00000001")
+    write_state(Path("runs/mine/checkpoints/step-00000001"), 1, {})
     for source, place in {
         "runs/mine": "runs/mine/depth.png",
         "runs/mine/checkpoints/step-00000001": "runs/mine/depth.png",
