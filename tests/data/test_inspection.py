@@ -11,8 +11,8 @@ from rich.console import Console
 from parcae.commands.data import print_inspection
 from parcae.config import ConfigError
 from parcae.data.inspection import draw_lengths, inspect, render_row, summarise
-from parcae.data.packing import pack
-from parcae.data.shards import InMemoryDocuments, SplitDocuments
+from parcae.data.packing import SplitDocuments, pack
+from parcae.data.shards import InMemoryDocuments
 
 BOS = 0
 

@@ -37,10 +37,10 @@ from parcae.config import ConfigError
 from parcae.data import preparation as module
 from parcae.data import tokenizer as tokenizer_module
 from parcae.data.loader import Loader, LoaderConfig, Source
-from parcae.data.preparation import Update, content_key, prepare, split_of, write_shards
+from parcae.data.preparation import Update, prepare, write_shards
 from parcae.data.readers import Document, ReadPosition
 from parcae.data.shards import InMemoryDocuments, ShardedDocuments, ShardWriter
-from parcae.data.sources import find_files
+from parcae.data.sources import content_key, find_files, split_of
 from parcae.data.tokenizer import Tokenizer, _batches
 from parcae.files import FileError, exclusive
 

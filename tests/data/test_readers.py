@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from parcae.config import ConfigError
 from parcae.data import readers
-from parcae.data.compression import open_compressed
-from parcae.data.readers import ReadOptions, ReadPosition, bytes_read, read_documents
-from parcae.data.sources import find_files
+from parcae.data.readers import ReadPosition, bytes_read, read_documents
+from parcae.data.sources import ReadOptions, find_files, open_compressed
 from parcae.files import FileError
 
 TEXTS = ["first", "zwei\nZeilen", "", "três 🙂 \u200d\0 end", "x" * 3000, "last"]

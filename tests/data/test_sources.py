@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from parcae.config import ConfigError
-from parcae.data.readers import ReadOptions, read_documents
-from parcae.data.sources import find_files
+from parcae.data.readers import read_documents
+from parcae.data.sources import ReadOptions, find_files
 from parcae.files import FileError
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from parcae.data.hub import RemoteFile, Report
     from parcae.data.inspection import Inspection
-    from parcae.data.readers import ReadOptions
     from parcae.data.shards import PreparedFolder
+    from parcae.data.sources import ReadOptions
 
 MEBIBYTE = 2**20
 CROPPED_WARNING = 0.3
@@ -61,7 +61,7 @@ def add_read_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace) -> ReadOptions:
-    from parcae.data.readers import ReadOptions
+    from parcae.data.sources import ReadOptions
 
     return ReadOptions(
         text_field=arguments.text_field,

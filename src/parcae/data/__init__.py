@@ -6,16 +6,17 @@
 
 A document passes these modules, in this order:
 
+    sources        find and open files; which documents are held out
     readers        files of every format to documents
-    preparation    documents to shards, resumable; which documents are held out
+    preparation    documents to shards, resumable
     tokenizer      text to ids
     shards         tokenised documents on disk or in memory
     order          which documents and rows come next: shuffle, blocks, mixture
     packing        documents to rows
     loader         rows to batches, deterministic and resumable
 
-`sources` finds files, `hub` downloads datasets, `tokenizer_training` trains and compares
-tokenizers on files, and `inspection` measures prepared documents.
+`hub` downloads datasets, `tokenizer_training` trains and compares tokenizers on files, and
+`inspection` measures prepared documents.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
     from parcae.data.inspection import inspect
     from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
     from parcae.data.preparation import prepare
-    from parcae.data.readers import ReadOptions, read_documents
+    from parcae.data.readers import read_documents
     from parcae.data.shards import Documents, InMemoryDocuments, ShardedDocuments
-    from parcae.data.sources import find_files
+    from parcae.data.sources import ReadOptions, find_files
     from parcae.data.tokenizer import Tokenizer
     from parcae.data.tokenizer_training import compare_tokenizers, train_tokenizer
 
@@ -59,9 +60,9 @@ _MODULES = {
     "inspection": ("inspect",),
     "loader": ("Batch", "Loader", "LoaderConfig", "Source", "validation_batches"),
     "preparation": ("prepare",),
-    "readers": ("ReadOptions", "read_documents"),
+    "readers": ("read_documents",),
     "shards": ("Documents", "InMemoryDocuments", "ShardedDocuments"),
-    "sources": ("find_files",),
+    "sources": ("ReadOptions", "find_files"),
     "tokenizer": ("Tokenizer",),
     "tokenizer_training": ("compare_tokenizers", "train_tokenizer"),
 }

@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from parcae.config import ConfigError, require
-from parcae.data.readers import Format, format_of
+from parcae.data.sources import Format, format_of
 from parcae.files import (
     FileError,
     WriteError,

@@ -21,8 +21,8 @@ from rich.text import Text
 from parcae import console
 from parcae.config import require
 from parcae.data.order import SAMPLE_BLOCKS, SourcePlan
-from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing
-from parcae.data.shards import Documents, ShardedDocuments, SplitDocuments
+from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, SplitDocuments
+from parcae.data.shards import Documents, ShardedDocuments
 from parcae.data.sources import Split
 from parcae.files import write_json
 from parcae.plotting import PALETTE, figure, save

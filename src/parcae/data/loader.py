@@ -19,27 +19,27 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from parcae.config import ConfigError, require
 from parcae.data.order import (
+    STATE_VERSION,
     LoaderPosition,
     PlannedStep,
     SourcePlan,
     SourcePosition,
     order_keys,
     plan_steps,
+    read_state,
+    write_state,
 )
-from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, pack
-from parcae.data.shards import Documents, documents_as_packed
+from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, documents_as_packed, pack
+from parcae.data.shards import Documents
 from parcae.schema import Settings, setting
 
-STATE_VERSION = 2
-"""2: the order of documents follows from their lengths, not from the name of their source."""
-STATE_REMEDY = "Use what state_dict() returned, or another checkpoint."
 T = TypeVar("T")
 
 
@@ -336,83 +336,3 @@ def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
         room.release()
         if not sys.is_finalizing():  # daemon threads no longer run then, so join would hang
             thread.join()
-
-
-def write_state(identity: Mapping[str, Any], position: LoaderPosition) -> dict[str, Any]:
-    """A loader's state as plain JSON: `identity` and a position."""
-    sources = [
-        {**source, **reached._asdict()}
-        for source, reached in zip(identity["sources"], position.sources, strict=True)
-    ]
-    return {**identity, "step": position.step, "sources": sources}
-
-
-def read_state(
-    state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
-) -> LoaderPosition:
-    """The position in a state that has this identity; `blocks` is the blocks of each source."""
-    version = _entry(state, "version")
-    require(
-        version == STATE_VERSION,
-        "loader state, version",
-        f"{version!r}, but this version of parcae reads {STATE_VERSION}: documents came in another "
-        "order",
-        "Continue with the version that saved it, or start a new run.",
-    )
-    for name, mine in identity.items():
-        if name != "sources":
-            _require_same(name, _entry(state, name), mine)
-    sources = _entry(state, "sources")
-    require(isinstance(sources, list), "loader state, sources", "not a list", STATE_REMEDY)
-    _require_same("number of sources", len(sources), len(identity["sources"]))
-    for number, (source, expected) in enumerate(zip(sources, identity["sources"], strict=True)):
-        for name, mine in expected.items():
-            _require_same(f"{name} of source {number}", _entry(source, name), mine)
-    position = LoaderPosition(
-        _count(state, "step"),
-        tuple(
-            SourcePosition(*(_count(source, name) for name in SourcePosition._fields))
-            for source in sources
-        ),
-    )
-    _check_position(position, identity["global_batch"], blocks)
-    return position
-
-
-def _entry(state: object, name: str) -> Any:
-    present = isinstance(state, Mapping) and name in state
-    require(present, f"loader state, {name}", "missing", STATE_REMEDY)
-    return cast(Mapping[str, Any], state)[name]
-
-
-def _count(state: object, name: str) -> int:
-    value = _entry(state, name)
-    valid = isinstance(value, int) and value >= 0
-    require(valid, f"loader state, {name}", f"{value!r} is not a whole number >= 0", STATE_REMEDY)
-    return value
-
-
-def _require_same(name: str, saved: object, mine: object) -> None:
-    require(
-        saved == mine,
-        f"loader state, {name}",
-        f"saved with {saved!r}, but this loader has {mine!r}, so the rows would differ",
-        "Use the same documents and settings, or start without the state.",
-    )
-
-
-def _check_position(position: LoaderPosition, global_batch: int, blocks: Sequence[int]) -> None:
-    rows = sum(source.rows_read for source in position.sources)
-    require(
-        rows == position.step * global_batch,
-        "loader state, step",
-        f"{position.step} steps of {global_batch} rows do not match {rows} rows read",
-        STATE_REMEDY,
-    )
-    for number, (source, count) in enumerate(zip(position.sources, blocks, strict=True)):
-        require(
-            source.block < count,
-            "loader state, block",
-            f"source {number} has {count} blocks, so index {source.block} is out of range",
-            STATE_REMEDY,
-        )

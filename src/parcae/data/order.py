@@ -16,23 +16,26 @@ The mixture is Tijdeman's solution of the chairman assignment problem (Discrete 
 1980): among the sources whose next row is due, take the one with the earliest deadline. After n
 rows, a source of weight w has given more than n w - 1 and less than n w + 1 rows; random choices
 would be off by the square root of n. The arithmetic is in integers, so it stays exact, and the
-rows read so far are its only state.
+rows read so far are its only state. `write_state` and `read_state` are the position as JSON.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from parcae.config import ConfigError
+from parcae.config import ConfigError, require
 from parcae.data.packing import Method, Packing, pack
 
+STATE_VERSION = 2
+"""2: the order of documents follows from their lengths, not from the name of their source."""
+STATE_REMEDY = "Use what state_dict() returned, or another checkpoint."
 ROUNDS = 12
 SAMPLE_BLOCKS = 8
 """Blocks that the use of an epoch is measured on."""
@@ -285,3 +288,83 @@ def plan_steps(
             rows.append((source, packing, row))
         step += 1
         yield PlannedStep(rows, LoaderPosition(step, tuple(positions)))
+
+
+def write_state(identity: Mapping[str, Any], position: LoaderPosition) -> dict[str, Any]:
+    """A loader's state as plain JSON: `identity` and a position."""
+    sources = [
+        {**source, **reached._asdict()}
+        for source, reached in zip(identity["sources"], position.sources, strict=True)
+    ]
+    return {**identity, "step": position.step, "sources": sources}
+
+
+def read_state(
+    state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
+) -> LoaderPosition:
+    """The position in a state that has this identity; `blocks` is the blocks of each source."""
+    version = _entry(state, "version")
+    require(
+        version == STATE_VERSION,
+        "loader state, version",
+        f"{version!r}, but this version of parcae reads {STATE_VERSION}: documents came in another "
+        "order",
+        "Continue with the version that saved it, or start a new run.",
+    )
+    for name, mine in identity.items():
+        if name != "sources":
+            _require_same(name, _entry(state, name), mine)
+    sources = _entry(state, "sources")
+    require(isinstance(sources, list), "loader state, sources", "not a list", STATE_REMEDY)
+    _require_same("number of sources", len(sources), len(identity["sources"]))
+    for number, (source, expected) in enumerate(zip(sources, identity["sources"], strict=True)):
+        for name, mine in expected.items():
+            _require_same(f"{name} of source {number}", _entry(source, name), mine)
+    position = LoaderPosition(
+        _count(state, "step"),
+        tuple(
+            SourcePosition(*(_count(source, name) for name in SourcePosition._fields))
+            for source in sources
+        ),
+    )
+    _check_position(position, identity["global_batch"], blocks)
+    return position
+
+
+def _entry(state: object, name: str) -> Any:
+    present = isinstance(state, Mapping) and name in state
+    require(present, f"loader state, {name}", "missing", STATE_REMEDY)
+    return cast(Mapping[str, Any], state)[name]
+
+
+def _count(state: object, name: str) -> int:
+    value = _entry(state, name)
+    valid = isinstance(value, int) and value >= 0
+    require(valid, f"loader state, {name}", f"{value!r} is not a whole number >= 0", STATE_REMEDY)
+    return value
+
+
+def _require_same(name: str, saved: object, mine: object) -> None:
+    require(
+        saved == mine,
+        f"loader state, {name}",
+        f"saved with {saved!r}, but this loader has {mine!r}, so the rows would differ",
+        "Use the same documents and settings, or start without the state.",
+    )
+
+
+def _check_position(position: LoaderPosition, global_batch: int, blocks: Sequence[int]) -> None:
+    rows = sum(source.rows_read for source in position.sources)
+    require(
+        rows == position.step * global_batch,
+        "loader state, step",
+        f"{position.step} steps of {global_batch} rows do not match {rows} rows read",
+        STATE_REMEDY,
+    )
+    for number, (source, count) in enumerate(zip(position.sources, blocks, strict=True)):
+        require(
+            source.block < count,
+            "loader state, block",
+            f"source {number} has {count} blocks, so index {source.block} is out of range",
+            STATE_REMEDY,
+        )

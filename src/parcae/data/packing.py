@@ -10,7 +10,7 @@ Concatenation, for comparison, joins all documents and cuts the sequence into ro
 
 A packing says which piece of which document goes where; tokens are read later, when a row is
 needed. Every token is counted: packed + cropped + left over = all, where the documents of the
-last, incomplete row are left over.
+last, incomplete row are left over. `SplitDocuments` cuts long documents before they are packed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from parcae.config import require
+from parcae.config import ConfigError, require
+
+if TYPE_CHECKING:
+    from parcae.data.shards import Documents
 
 Method = Literal["best-fit", "concatenate"]
 BUFFER_DOCUMENTS = 1_000
@@ -186,3 +189,47 @@ def _best_fit(lengths: np.ndarray, capacity: int, buffer: int) -> tuple[np.ndarr
             remaining = capacity
     complete = row_starts[-1]
     return np.array(placed[:complete], dtype=np.int64), np.array(row_starts, dtype=np.int64)
+
+
+class SplitDocuments:
+    """The same documents, those longer than `longest` cut into pieces that each start with BOS.
+
+    Best fit uses at most one row of a document and drops the rest, so most of a novel would be
+    dropped. Cut to `longest = context_length + 1`, long documents fill rows instead. The model
+    does not see that a piece continues another.
+    """
+
+    def __init__(self, documents: Documents, longest: int) -> None:
+        if longest < 2:
+            raise ConfigError(
+                f"longest: {longest} is out of range. It must be >= 2; use context + 1."
+            )
+        self._documents = documents
+        self._longest = longest
+        text = documents.lengths - 1
+        pieces = np.maximum(1, -(-text // (longest - 1)))
+        self._document = np.repeat(np.arange(len(text)), pieces)
+        first_piece = np.cumsum(pieces) - pieces
+        self._start = (np.arange(len(self._document)) - first_piece[self._document]) * (longest - 1)
+        self.lengths = 1 + np.minimum(longest - 1, text[self._document] - self._start)
+
+    def tokens(self, document: int) -> np.ndarray:
+        whole = self._documents.tokens(int(self._document[document]))
+        start, length = int(self._start[document]), int(self.lengths[document])
+        if start == 0:
+            return whole[:length]
+        piece = whole[start : start + length].copy()
+        piece[0] = whole[0]
+        return piece
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self._documents.fingerprint}, split at {self._longest}"
+
+
+def documents_as_packed(
+    documents: Documents, row_tokens: int, split_long: bool, packing: Method
+) -> Documents:
+    """The documents that are packed: concatenation crops nothing, so it splits nothing."""
+    split = split_long and packing == "best-fit"
+    return SplitDocuments(documents, row_tokens) if split else documents

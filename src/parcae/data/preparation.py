@@ -27,7 +27,6 @@ from parcae.config import require
 from parcae.data.readers import (
     BEGINNING,
     Document,
-    ReadOptions,
     ReadPosition,
     bytes_read,
     read_documents,
@@ -51,11 +50,14 @@ from parcae.data.sources import (
     VALIDATION_FRACTION,
     Corpus,
     FileDigests,
+    ReadOptions,
     Split,
     Stage,
+    content_key,
     digest_files,
     file_stamp,
     find_files,
+    split_of,
 )
 from parcae.data.tokenizer import Tokenizer, map_batches
 from parcae.files import (
@@ -147,18 +149,6 @@ class Preparation:
         if stage.held_out:
             return "validation"
         return None if content_key(text) in self.held_out else "train"
-
-
-def content_key(text: str) -> bytes:
-    """A 16-byte hash of the text."""
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def split_of(text: str, validation_fraction: float) -> Split:
-    """The split of a text, by its hash only: adding files moves no document, and duplicates are
-    in the same split."""
-    share = int.from_bytes(content_key(text)[:8], "big") / 2.0**64
-    return "validation" if share < validation_fraction else "train"
 
 
 def write_shards(
@@ -254,17 +244,14 @@ def _write_part(
     work: Preparation, folder: Path, state: dict[str, Any], stage: int, encoded: Iterator[Encoded]
 ) -> Part | None:
     """Write the next shard of each split; None if no document is left."""
-    number = len(state["parts"])
+    number, identity = len(state["parts"]), state["preparation"]
     skipped = {"empty": 0, "held_out": 0}
     position: ReadPosition | None = None
-    tokens = 0
-    dtype = work.tokenizer.token_dtype
+    dtype, tokens = work.tokenizer.token_dtype, 0
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(
-                shard_writer(
-                    folder, f"{split}-{number:05d}.shard", split, dtype, state["preparation"]
-                )
+                shard_writer(folder, f"{split}-{number:05d}.shard", split, dtype, identity)
             )
             for split in SPLITS
         }
@@ -345,11 +332,9 @@ def _sources(work: Preparation, digests: FileDigests) -> list[dict[str, Any]]:
 
 
 def _digests(work: Preparation, known: FileDigests, report: Report) -> FileDigests:
-    total = work.corpus.bytes
+    files, total = work.corpus.all_files, work.corpus.bytes
     return digest_files(
-        work.corpus.all_files,
-        known,
-        lambda done: report(Update("hashing sources", done, total, 0)),
+        files, known, lambda done: report(Update("hashing sources", done, total, 0))
     )
 
 

@@ -18,83 +18,19 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import zstandard
 
-from parcae.config import ConfigError
-from parcae.data.compression import open_compressed
-from parcae.files import FileError, reading
-
-Format = Literal["text", "json-lines", "parquet", "python", "topics"]
-
-FORMATS: dict[str, Format] = {
-    ".txt": "text",
-    ".raw": "text",
-    ".jsonl": "json-lines",
-    ".json": "json-lines",
-    ".ndjson": "json-lines",
-    ".parquet": "parquet",
-}
-COMPRESSIONS = (".gz", ".zst")
+from parcae.data.sources import Format, ReadOptions, SourceFile, open_compressed
+from parcae.files import FileError
 
 LONGEST_TEXT = 1 << 23
 """Characters. The rest of a longer text file is read as further documents."""
 LONGEST_RECORD_BYTES = 3 << 24
 PARQUET_BATCH_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """How files are split into documents and decoded."""
-
-    text_field: str = "text"
-    """JSON key or Parquet column that holds the text."""
-    document_start: str | None = None
-    """In text files, a line that matches this regular expression starts a new document."""
-    separator: str | None = None
-    """In text files, a line equal to this, such as `<|endoftext|>`, ends a document and is dropped;
-    spaces around it do not matter."""
-    encoding_errors: Literal["strict", "replace"] = "strict"
-    """Bytes that are not UTF-8 are an error, or become U+FFFD."""
-
-    def __post_init__(self) -> None:
-        try:
-            re.compile(self.document_start or "")
-        except re.error as error:
-            raise ConfigError(
-                f"document_start: {self.document_start!r} is not a valid regular expression "
-                f"({error})."
-            ) from None
-        if self.separator is not None and len(self.separator.strip().splitlines()) != 1:
-            raise ConfigError(
-                f"separator: {self.separator!r} is not one line of text. Give the line that "
-                "separates documents, such as <|endoftext|>."
-            )
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The options by name, without an unset separator: shards from before it stay valid."""
-        return {name: v for name, v in vars(self).items() if name != "separator" or v is not None}
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file, and a name that does not change when its folder moves."""
-
-    name: str
-    path: Path
-    format: Format
-    folder: Path | None = None
-    """The folder given as a source, if the file was found in one."""
-
-    @property
-    def bytes(self) -> int:
-        with reading(self.path):
-            return self.path.stat().st_size
 
 
 class ReadPosition(NamedTuple):
@@ -120,12 +56,6 @@ class Record(NamedTuple):
 
     text: str
     fraction_read: float
-
-
-def format_of(path: Path) -> Format | None:
-    """The format by the file's suffix, without .gz or .zst; None if it is not supported."""
-    plain = path.with_suffix("") if path.suffix in COMPRESSIONS else path
-    return FORMATS.get(plain.suffix)
 
 
 def read_documents(

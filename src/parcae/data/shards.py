@@ -34,7 +34,6 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from parcae.config import ConfigError
-from parcae.data.packing import Method
 from parcae.data.sources import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
@@ -96,50 +95,6 @@ class InMemoryDocuments:
         digest = hashlib.sha256(self.lengths.tobytes())
         digest.update(self._tokens.astype(np.uint32).tobytes())
         return digest.hexdigest()
-
-
-class SplitDocuments:
-    """The same documents, those longer than `longest` cut into pieces that each start with BOS.
-
-    Best fit uses at most one row of a document and drops the rest, so most of a novel would be
-    dropped. Cut to `longest = context_length + 1`, long documents fill rows instead. The model
-    does not see that a piece continues another.
-    """
-
-    def __init__(self, documents: Documents, longest: int) -> None:
-        if longest < 2:
-            raise ConfigError(
-                f"longest: {longest} is out of range. It must be >= 2; use context + 1."
-            )
-        self._documents = documents
-        self._longest = longest
-        text = documents.lengths - 1
-        pieces = np.maximum(1, -(-text // (longest - 1)))
-        self._document = np.repeat(np.arange(len(text)), pieces)
-        first_piece = np.cumsum(pieces) - pieces
-        self._start = (np.arange(len(self._document)) - first_piece[self._document]) * (longest - 1)
-        self.lengths = 1 + np.minimum(longest - 1, text[self._document] - self._start)
-
-    def tokens(self, document: int) -> np.ndarray:
-        whole = self._documents.tokens(int(self._document[document]))
-        start, length = int(self._start[document]), int(self.lengths[document])
-        if start == 0:
-            return whole[:length]
-        piece = whole[start : start + length].copy()
-        piece[0] = whole[0]
-        return piece
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self._documents.fingerprint}, split at {self._longest}"
-
-
-def documents_as_packed(
-    documents: Documents, row_tokens: int, split_long: bool, packing: Method
-) -> Documents:
-    """The documents that are packed: concatenation crops nothing, so it splits nothing."""
-    split = split_long and packing == "best-fit"
-    return SplitDocuments(documents, row_tokens) if split else documents
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,100 @@
-"""Find source files: names, folders and globs to files in a fixed order.
+"""The source files of a corpus: find, open and hash them; which documents are held out.
 
-corpus = Corpus(find_files(["builtin", "books/", "web/*.parquet"]), validation_fraction=0.005)
+    corpus = Corpus(find_files(["builtin", "books/", "web/*.parquet"]), validation_fraction=0.005)
+
+Names, folders and globs stand for files in a fixed order. A file may be compressed by gzip or
+zstandard.
 """
 
 from __future__ import annotations
 
 import glob
+import gzip
+import hashlib
+import io
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
-from parcae.config import require
-from parcae.data.readers import FORMATS, ReadOptions, SourceFile, format_of
+import zstandard
+
+from parcae.config import ConfigError, require
 from parcae.files import FileError, reading, sha256
+
+Format = Literal["text", "json-lines", "parquet", "python", "topics"]
+
+FORMATS: dict[str, Format] = {
+    ".txt": "text",
+    ".raw": "text",
+    ".jsonl": "json-lines",
+    ".json": "json-lines",
+    ".ndjson": "json-lines",
+    ".parquet": "parquet",
+}
+COMPRESSIONS = (".gz", ".zst")
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
 BUILTIN = "builtin"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 VALIDATION_FRACTION = 0.005
+ZSTANDARD_PIECE_BYTES = 512
+"""Compressed bytes decoded at once; a block of 4 bytes can hold 128 KiB, so at most 16 MiB."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How files are split into documents and decoded."""
+
+    text_field: str = "text"
+    """JSON key or Parquet column that holds the text."""
+    document_start: str | None = None
+    """In text files, a line that matches this regular expression starts a new document."""
+    separator: str | None = None
+    """In text files, a line equal to this, such as `<|endoftext|>`, ends a document and is dropped;
+    spaces around it do not matter."""
+    encoding_errors: Literal["strict", "replace"] = "strict"
+    """Bytes that are not UTF-8 are an error, or become U+FFFD."""
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.document_start or "")
+        except re.error as error:
+            raise ConfigError(
+                f"document_start: {self.document_start!r} is not a valid regular expression "
+                f"({error})."
+            ) from None
+        if self.separator is not None and len(self.separator.strip().splitlines()) != 1:
+            raise ConfigError(
+                f"separator: {self.separator!r} is not one line of text. Give the line that "
+                "separates documents, such as <|endoftext|>."
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The options by name, without an unset separator: shards from before it stay valid."""
+        return {name: v for name, v in vars(self).items() if name != "separator" or v is not None}
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file, and a name that does not change when its folder moves."""
+
+    name: str
+    path: Path
+    format: Format
+    folder: Path | None = None
+    """The folder given as a source, if the file was found in one."""
+
+    @property
+    def bytes(self) -> int:
+        with reading(self.path):
+            return self.path.stat().st_size
 
 
 def find_files(sources: Sequence[str | Path]) -> tuple[SourceFile, ...]:
@@ -33,6 +106,12 @@ def find_files(sources: Sequence[str | Path]) -> tuple[SourceFile, ...]:
     if not files:
         raise FileError("sources: none given. Name files, folders or globs, or `builtin`.")
     return tuple(files.values())
+
+
+def format_of(path: Path) -> Format | None:
+    """The format by the file's suffix, without .gz or .zst; None if it is not supported."""
+    plain = path.with_suffix("") if path.suffix in COMPRESSIONS else path
+    return FORMATS.get(plain.suffix)
 
 
 class Stage(NamedTuple):
@@ -86,6 +165,18 @@ class Corpus:
                 )
         if any(file.path.resolve().is_relative_to(out) for file in self.all_files):
             raise FileError(f"{folder}: contains a source file. Choose another folder.")
+
+
+def content_key(text: str) -> bytes:
+    """A 16-byte hash of the text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def split_of(text: str, validation_fraction: float) -> Split:
+    """The split of a text, by its hash only: adding files moves no document, and duplicates are
+    in the same split."""
+    share = int.from_bytes(content_key(text)[:8], "big") / 2.0**64
+    return "validation" if share < validation_fraction else "train"
 
 
 FileDigests = dict[str, list[Any]]
@@ -209,3 +300,50 @@ def _standard_library() -> list[SourceFile]:
     if topics.exists():
         files.append(SourceFile("python/pydoc_data/topics.py", topics, "topics"))
     return files
+
+
+@contextmanager
+def open_compressed(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], float]]]:
+    """The decompressed content, and a function for the fraction of the file that was read."""
+    size = path.stat().st_size
+    with ExitStack() as stack:
+        file = stack.enter_context(path.open("rb", buffering=0))
+        raw: Any = file
+        if path.suffix == ".gz":
+            raw = stack.enter_context(gzip.GzipFile(fileobj=file))
+        elif path.suffix == ".zst":
+            raw = ZstandardStream(file)
+        yield io.BufferedReader(raw, 1 << 20), lambda: file.tell() / size
+
+
+class ZstandardStream(io.RawIOBase):
+    """Decompress zstandard; unlike the library's stream, fail if the file is truncated.
+
+    Input is decoded in small pieces, because a few bytes can decompress to many.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._frame: Any = None
+        self._input = memoryview(b"")
+        self._output = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, target: Any) -> int:
+        while not self._output:
+            self._input = self._input or memoryview(self._file.read(1 << 16))
+            if not self._input:
+                if self._frame is not None:
+                    raise EOFError("the last frame is not complete")
+                return 0
+            piece = self._input[:ZSTANDARD_PIECE_BYTES]
+            frame = self._frame or zstandard.ZstdDecompressor().decompressobj()
+            self._output = memoryview(frame.decompress(piece))
+            self._input = self._input[len(piece) - len(frame.unused_data) :]
+            self._frame = None if frame.eof else frame
+        size = min(len(target), len(self._output))
+        target[:size] = self._output[:size]
+        self._output = self._output[size:]
+        return size

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from parcae.config import require
-from parcae.data.readers import ReadOptions, bytes_read, read_documents
-from parcae.data.sources import find_files
+from parcae.data.readers import bytes_read, read_documents
+from parcae.data.sources import ReadOptions, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from parcae.config import ConfigError, require
-from parcae.data.readers import ReadOptions, read_documents
-from parcae.data.sources import find_files
+from parcae.data.readers import read_documents
+from parcae.data.sources import ReadOptions, find_files
 from parcae.evaluation.items import Fields, read_lines
 from parcae.evaluation.jobs import (
     DataFile,

@@ -18,9 +18,8 @@ from parcae import console
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source
 from parcae.data.preparation import prepare
-from parcae.data.readers import ReadOptions
 from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
-from parcae.data.sources import SPLITS, find_files
+from parcae.data.sources import SPLITS, ReadOptions, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.evaluation.loss import held_out_batches, with_held_out_rows

@@ -14,10 +14,10 @@ import numpy as np
 from parcae import console
 from parcae.config import ConfigError
 from parcae.data.order import SourcePlan
-from parcae.data.packing import BUFFER_DOCUMENTS
-from parcae.data.readers import ReadOptions, bytes_read, read_documents
-from parcae.data.shards import MANIFEST, ShardedDocuments, documents_as_packed
-from parcae.data.sources import find_files
+from parcae.data.packing import BUFFER_DOCUMENTS, documents_as_packed
+from parcae.data.readers import bytes_read, read_documents
+from parcae.data.shards import MANIFEST, ShardedDocuments
+from parcae.data.sources import ReadOptions, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 from parcae.training.schedule import total_steps
