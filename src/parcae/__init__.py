@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
     "evaluation.compare": ("compare",),
-    "evaluation.loop_trace": ("trace_loops",),
     "evaluation.run": ("evaluate",),
     "files": ("FileError",),
     "infer.engine": ("Engine", "generate"),
@@ -37,6 +36,7 @@ _PUBLIC = {
         "register_optimiser",
         "register_sampler",
     ),
+    "report.loop_trace": ("trace_loops",),
     "report.page": ("write_report",),
     "runs": ("load", "open_checkpoint"),
     "sweeps.run": ("sweep",),
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
     from parcae.evaluation.compare import compare as compare
-    from parcae.evaluation.loop_trace import trace_loops as trace_loops
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.files import FileError as FileError
     from parcae.infer.engine import Engine as Engine
@@ -70,6 +69,7 @@ if TYPE_CHECKING:
     from parcae.registry import register_injection as register_injection
     from parcae.registry import register_optimiser as register_optimiser
     from parcae.registry import register_sampler as register_sampler
+    from parcae.report.loop_trace import trace_loops as trace_loops
     from parcae.report.page import write_report as write_report
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint

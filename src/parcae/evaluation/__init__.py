@@ -8,5 +8,4 @@ loss         loss on rows of tokens; the suite `val`       scorer, hf_scorer, br
 results      the folder of an evaluation                   tables    tables and figure
 item_scores  the items of a folder, read back for `compare`
 harness      parcae models in lm-evaluation-harness        download  task files
-loop_trace   `parcae.trace_loops`: every loop on one text
 """
