@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import shortcuts
 from parcae import cli
 from parcae.cli import main
 from parcae.presets import PRESETS
@@ -140,7 +141,8 @@ def test_a_closed_pipe_is_no_error():
 
 
 @pytest.mark.slow
-def test_demo(tmp_path, capsys):
+def test_demo(tmp_path, capsys, monkeypatch):
+    shortcuts.read_part_of_builtin(monkeypatch)
     small = ["--budget.steps", "6", "--run.sample_tokens", "4", "--run.validation_rows", "4"]
     assert main(["demo", "--out", str(tmp_path), *small]) == 0
     printed = capsys.readouterr().out

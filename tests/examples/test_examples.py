@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import parcae
+import shortcuts
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +71,8 @@ def test_train_from_python(training):
 
 
 @pytest.mark.slow
-def test_small_sweep(source, tmp_path, capfd):
+def test_small_sweep(source, tmp_path, capfd, monkeypatch):
+    shortcuts.train_runs_of_sweeps_here(monkeypatch)
     out = tmp_path / "sweep"
     run("small_sweep.py", "--source", source, "--out", out, "--flops", 1e9, "--workers", 2)
     output = capfd.readouterr().out

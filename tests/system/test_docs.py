@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import parcae
+import shortcuts
 from parcae.cli import main
 from training import runs
 
@@ -49,6 +50,9 @@ def steps(page: Path) -> list[str | list[str]]:
 
 def run_step(step: str | list[str], folder: Path, log: Path) -> None:
     """Run one step as a shell in `folder` would, in a process that has already imported PyTorch."""
+    patch = pytest.MonkeyPatch()  # ends with this process
+    shortcuts.read_part_of_builtin(patch)
+    shortcuts.train_runs_of_sweeps_here(patch)
     os.chdir(folder)
     os.environ["COLUMNS"] = "100"
     with log.open("w") as stream:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from system.one_node_slurm import cluster, missing
+from training import runs
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
@@ -34,7 +35,14 @@ def slurm(tmp_path_factory):
         }
 
 
+@pytest.fixture
+def run(tmp_path):
+    runs.write_text(tmp_path, documents=600)
+    return tmp_path / "run"
+
+
 def submit(slurm, run, *settings):
+    settings = ("--data.sources", json.dumps([str(run.parent / "text.jsonl")]), *settings)
     command = ["sbatch", "--parsable", f"--output={run}.out", SCRIPT, "recipes/smoke.toml", run]
     result = subprocess.run(
         [*command, *settings], cwd=ROOT, env=slurm, capture_output=True, text=True
@@ -63,15 +71,13 @@ def steps(run):
     return [line["step"] for line in kinds if line["kind"] == "train"]
 
 
-def test_trains_on_two_processes(slurm, tmp_path):
-    run = tmp_path / "run"
+def test_trains_on_two_processes(slurm, run):
     submit(slurm, run)
     wait_for(lambda: status(run) == "finished", run)
     assert json.loads((run / "result.json").read_text())["processes"] == 2
 
 
-def test_cancelled_it_saves_and_submitted_again_it_goes_on(slurm, tmp_path):
-    run = tmp_path / "run"
+def test_cancelled_it_saves_and_submitted_again_it_goes_on(slurm, run):
     job = submit(slurm, run, *LONG)
     wait_for(lambda: len(steps(run)) > 5, run)
     subprocess.run(["scancel", job], env=slurm, check=True)

@@ -13,18 +13,27 @@ from pathlib import Path
 
 import pytest
 
+from training import runs
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture
+def run(tmp_path):
+    runs.write_text(tmp_path, documents=600)
+    return tmp_path / "run"
+
+
 def start(run, options, *settings):
+    data = ["--data.sources", json.dumps([str(run.parent / "text.jsonl")])]
     command = [*TORCHRUN, *options, "-m", "parcae", "train", "recipes/smoke.toml", "--out", run]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     log = open(f"{run}.out", "a")  # noqa: SIM115
     return subprocess.Popen(
-        [*command, *settings], cwd=ROOT, env=environment, stdout=log, stderr=log
+        [*command, *data, *settings], cwd=ROOT, env=environment, stdout=log, stderr=log
     )
 
 
@@ -34,17 +43,15 @@ def finish(run, *launchers):
     return json.loads((run / "result.json").read_text())
 
 
-def test_two_processes(tmp_path):
-    run = tmp_path / "run"
+def test_two_processes(run):
     one_node = ["--standalone", "--nproc-per-node", "2"]
     result = finish(run, start(run, one_node, "--run.parallel", "fsdp"))
     assert (result["status"], result["processes"]) == ("finished", 2)
     assert result["samples"]
 
 
-def test_two_nodes(tmp_path):
+def test_two_nodes(run):
     """Two launchers that find each other, as on two machines."""
-    run = tmp_path / "run"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -54,8 +61,7 @@ def test_two_nodes(tmp_path):
     assert (result["status"], result["processes"]) == ("finished", 2)
 
 
-def test_sigterm_to_torchrun_saves(tmp_path):
-    run = tmp_path / "run"
+def test_sigterm_to_torchrun_saves(run):
     long = ("--budget.steps", "100000", "--run.validate_every", "0")
     launcher = start(run, ["--standalone", "--nproc-per-node", "2"], *long)
     log, end = run / "metrics.jsonl", time.monotonic() + 120
