@@ -174,9 +174,9 @@ def test_products_of_any_shape(threads, shape, weights):
         stored = matrix(weight, weights)
         for tokens in (1, 2, 3, 6, 7, 16, MAX_TOKENS):
             x = torch.randn(tokens, shape[1], generator=generator)
-            found = KERNELS.multiply(stored, x)
+            found = KERNELS.gemm(stored, x)
             torch.testing.assert_close(found, stored(x), atol=1e-4, rtol=1e-4)
-            alone = torch.cat([KERNELS.multiply(stored, row[None]) for row in x])
+            alone = torch.cat([KERNELS.gemm(stored, row[None]) for row in x])
             assert torch.equal(found, alone), "company must not show"
     finally:
         torch.set_num_threads(before)

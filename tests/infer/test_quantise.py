@@ -20,12 +20,14 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("outputs", [1, 3, 4, 6, 33, 96])
-def test_int8_is_the_product_with_rounded_weights(width, outputs):
+def test_int8_is_the_product_of_rounded_weights_and_inputs(width, outputs):
     weight, x = draw(outputs, width), draw(5, width, seed=1)
     step = weight.abs().amax(1, keepdim=True) / 127
     found = matrix(weight, "int8")(x)
     assert found.dtype == torch.float32
+    input_step = x.abs().amax(1, keepdim=True) / 127
     bound = x.abs() @ (0.501 * step.expand_as(weight)).T  # half a step for each weight
+    bound += 0.501 * input_step * (weight.abs() + step).sum(1)  # and for each input
     assert ((found - x @ weight.T).abs() <= bound).all()
 
 

@@ -1,11 +1,12 @@
 """Storage formats of weight matrices. Decoding reads every weight once per token, so size is time.
 
 `float32`   unchanged
-`int8`      8 bits with one scale per row; activations stay float32
+`int8`      8 bits with one scale per row; products are computed with inputs rounded to 8 bits,
+            with one scale per token, and are exact sums of integers
 `bfloat16`  half the memory, 8 bits of mantissa; products are computed in bfloat16 too
 
 These are PyTorch products, for which int8 weights are first converted to float32. With few tokens
-on a CPU the C++ kernels (see `native`) multiply int8 weights directly.
+on a CPU the C++ kernels (see `native`) multiply the integers.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Matrix(ABC):
     stored: Tensor
     scale: Tensor | None = None
     """One per row, for int8."""
+    panels: Tensor | None = None
+    """The same weights in the order in which the C++ kernels read them."""
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
@@ -57,7 +60,15 @@ class Int8Matrix(Matrix):
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self.scale is not None
-        return torch.mm(x, self.stored.to(x.dtype).t()).mul_(self.scale)
+        integers, scale = quantise_inputs(x)
+        return torch.mm(integers, self.stored.to(x.dtype).t()).mul_(scale).mul_(self.scale)
+
+
+def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [N, in] as integers from -127 to 127, stored as floats, and the scale of each row [N, 1]."""
+    largest = x.abs().amax(1, keepdim=True)
+    factor = torch.where(largest > 0, LARGEST / largest, 0.0)
+    return (x * factor).round(), largest / LARGEST
 
 
 class BFloat16Matrix(Matrix):

@@ -33,12 +33,12 @@ inline void score(const float* q, const float* keys, int64_t stride, int64_t cou
             for (int k = 0; k < 4; k++) {
                 const float* channels = key + k * stride + i;
                 __builtin_prefetch(channels + KEY_BLOCK * stride);
-                total[k] = plus_product(total[k], load(q + i), load(channels));
+                total[k] = multiply_add(load(q + i), load(channels), total[k]);
             }
         const int64_t rest = head_dim - whole;
         for (int k = 0; k < 4 && rest; k++)
-            total[k] = plus_product(total[k], load_some(q + whole, rest),
-                                    load_some(key + k * stride + whole, rest));
+            total[k] = multiply_add(load_some(q + whole, rest),
+                                    load_some(key + k * stride + whole, rest), total[k]);
         store(scores + s, sums(total[0], total[1], total[2], total[3]) * scale);
     }
     for (; s < count; s++) scores[s] = dot(q, keys + s * stride, head_dim) * scale;
@@ -69,7 +69,7 @@ inline void weighted_sum_vectors(const float* values, int64_t stride, const floa
         for (int v = 0; v < V; v++) {
             const float* channels = values + s * stride + v * LANES;
             __builtin_prefetch(channels + KEY_BLOCK * stride);
-            total[v] = plus_product(total[v], weights[s] - Floats{}, load(channels));
+            total[v] = multiply_add(broadcast(weights[s]), load(channels), total[v]);
         }
     for (int v = 0; v < V; v++) store(out + v * LANES, total[v]);
 }

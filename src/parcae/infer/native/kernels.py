@@ -10,11 +10,12 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from array import array
 from collections.abc import Iterable
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -22,16 +23,20 @@ import torch
 from torch import Tensor
 
 from parcae.files import atomic_path
-from parcae.infer.quantise import Matrix
+from parcae.infer.quantise import CACHE_LINE, Matrix
 
 SOURCE = Path(__file__).with_name("pass.cpp")
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+FLAGS = (
+    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
+    *("-std=c++17", "-shared", "-fPIC", "-pthread"),
+)
+"""PARCAE_CXXFLAGS adds to them, for instance -march=x86-64-v3 or -fsanitize=address."""
 COMPILE_TIMEOUT = 120
 """Seconds."""
 MIN_PARALLEL_PRODUCTS = 1 << 18
 """With fewer products of weights and tokens, one thread finishes before a second has started."""
-MAX_TOKENS = 32
-"""In passes of more tokens PyTorch's matrix products are faster."""
+MAX_TOKENS = 128
+"""In passes of more tokens, which are prompts, PyTorch's attention is faster."""
 
 
 class KernelsUnavailable(RuntimeError):
@@ -52,18 +57,12 @@ def _fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-# The structures of layer.h and pass.cpp, field by field. Whoever fills a structure must keep the
-# tensors behind its addresses alive.
+# The structures of matrix.h, layer.h and pass.cpp, by the same names; `_check_structures` compares
+# them when the library is loaded. Who fills a structure must keep the tensors behind its addresses.
 
 
 class MatrixFields(ctypes.Structure):
-    _fields_ = (*_fields(c_void_p, "data scale"), *_fields(c_int64, "out in_"))
-
-    @classmethod
-    def of(cls, matrix: Matrix | None) -> MatrixFields:
-        if matrix is None:
-            return cls()
-        return cls(address(matrix.stored), address(matrix.scale), *matrix.stored.shape)
+    _fields_ = (*_fields(c_void_p, "panels scale"), *_fields(c_int64, "out in"))
 
 
 class LayerFields(ctypes.Structure):
@@ -89,6 +88,48 @@ class ModelFields(ctypes.Structure):
     )
 
 
+class PassFields(ctypes.Structure):
+    _fields_ = (
+        *_fields(c_int64, "tokens"),
+        *_fields(c_void_p, "ids rows positions outer core"),
+        *_fields(c_int64, "outer_layer outer_row core_layer core_row loops"),
+        *_fields(c_void_p, "slots limits settled min_change"),
+        *_fields(c_int64, "watched"),
+        *_fields(c_void_p, "order ran active state"),
+        *_fields(c_int64, "predicted"),
+        *_fields(c_void_p, "predict logits scratch"),
+        *_fields(c_int64, "threads"),
+    )
+
+
+STRUCTURES: dict[str, type[ctypes.Structure]] = {
+    "Matrix": MatrixFields,
+    "Layer": LayerFields,
+    "Model": ModelFields,
+    "Pass": PassFields,
+}
+
+
+def describe_structure(name: str, structure: type[ctypes.Structure]) -> str:
+    """Size, and fields with their offsets, in the form that `parcae_structures` returns."""
+    names = [field[0] for field in structure._fields_]
+    fields = (f"{field}:{getattr(structure, field).offset}" for field in names)
+    return f"{name} {ctypes.sizeof(structure)} {' '.join(fields)}"
+
+
+def _check_structures(library: ctypes.CDLL) -> None:
+    """RuntimeError if Python and C++ disagree about a structure."""
+    library.parcae_structures.restype = c_char_p
+    compiled = library.parcae_structures().decode().splitlines()
+    ours = [describe_structure(*item) for item in STRUCTURES.items()]
+    for here, there in zip(ours, compiled, strict=True):
+        if here != there:
+            raise RuntimeError(
+                f"infer/native: a structure differs between Python and C++.\n"
+                f"kernels.py: {here}\nC++:        {there}"
+            )
+
+
 class Kernels:
     """The functions of the library. KernelsUnavailable if it cannot be compiled."""
 
@@ -96,31 +137,64 @@ class Kernels:
         library = _load()
         if isinstance(library, KernelsUnavailable):
             raise library
+        _check_structures(library)
         self._pass = library.parcae_pass
-        self._pass.argtypes = (POINTER(ModelFields), c_void_p)
+        self._pass.argtypes = (POINTER(ModelFields), POINTER(PassFields))
         self._pass.restype = None
         self._scratch = library.parcae_scratch
         self._scratch.argtypes = (POINTER(ModelFields), c_int64, c_int64)
         self._scratch.restype = c_int64
-        self._multiply = library.parcae_multiply
-        self._multiply.argtypes = (POINTER(MatrixFields), c_void_p, c_int64, c_void_p, c_int64)
-        self._multiply.restype = None
+        self._packed_bytes = library.parcae_packed_bytes
+        self._packed_bytes.argtypes = (c_int64, c_int64, c_int64)
+        self._packed_bytes.restype = c_int64
+        self._pack = library.parcae_pack
+        self._pack.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p)
+        self._pack.restype = None
+        self._gemm = library.parcae_gemm
+        self._gemm.argtypes = (
+            *(POINTER(MatrixFields), c_void_p, c_int64),
+            *(c_void_p, c_void_p, c_void_p, c_int64),
+        )
+        self._gemm.restype = None
+        library.parcae_target.restype = c_char_p
+        self.target: str = library.parcae_target().decode()
+        """The vector instructions and the kind of threads the library was compiled for."""
 
-    def run(self, model: ModelFields, fields: array) -> None:
-        """Run a pass; `fields` are those of the struct `Pass`, in order."""
-        self._pass(byref(model), address(fields))
+    def run(self, model: ModelFields, fields: PassFields) -> None:
+        """Run a pass."""
+        self._pass(byref(model), byref(fields))
 
     def scratch(self, model: ModelFields, tokens: int, threads: int) -> Tensor:
         """Working memory for passes of up to `tokens` tokens."""
         size = self._scratch(byref(model), tokens, threads)
         return torch.empty(size, dtype=torch.float32, device="cpu")
 
-    def multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
-        """x W^T for a few tokens."""
-        x, fields = x.contiguous(), MatrixFields.of(matrix)
-        y = x.new_empty(len(x), fields.out)
-        threads = thread_count(fields.out * fields.in_ * len(x))
-        self._multiply(byref(fields), x.data_ptr(), len(x), y.data_ptr(), threads)
+    def fields(self, matrix: Matrix | None) -> MatrixFields:
+        """A matrix as C++ reads it. Its weights are put in the order of the kernels, once."""
+        if matrix is None:
+            return MatrixFields()
+        if matrix.panels is None:
+            matrix.panels = self._panels(matrix.stored)
+        return MatrixFields(address(matrix.panels), address(matrix.scale), *matrix.stored.shape)
+
+    def _panels(self, weight: Tensor) -> Tensor:
+        shape = (*weight.shape, weight.dtype == torch.int8)
+        size = self._packed_bytes(*shape)
+        padded = torch.empty(size + CACHE_LINE, dtype=torch.int8, device="cpu")
+        panels = padded[-padded.data_ptr() % CACHE_LINE :][:size]
+        self._pack(weight.data_ptr(), *shape, panels.data_ptr())
+        return panels
+
+    def gemm(self, matrix: Matrix, x: Tensor) -> Tensor:
+        """x W^T."""
+        x, fields = x.contiguous(), self.fields(matrix)
+        out, width = matrix.stored.shape
+        y = x.new_empty(len(x), out)
+        quantised = torch.empty(len(x), width + 3, dtype=torch.int8, device="cpu")
+        scales = torch.empty(len(x), dtype=torch.float32, device="cpu")
+        threads = thread_count(out * width * len(x))
+        buffers = map(address, (quantised, scales, y))
+        self._gemm(byref(fields), x.data_ptr(), len(x), *buffers, threads)
         return y
 
 
@@ -160,7 +234,7 @@ def _compiled() -> Path:
     assert compiler is not None
     version = _run([compiler, "--version"])
     sources = (file.read_text() for file in sorted(SOURCE.parent.glob("*.[ch]*")))
-    key = "\n".join((*sources, version, *FLAGS, _cpu()))
+    key = "\n".join((*sources, version, *flags(), _cpu()))
     path = cache_folder() / f"pass-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         try:
@@ -173,11 +247,15 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(target)]
+    command = [compiler, *flags(), str(SOURCE), "-o", str(target)]
     try:
         _run([*command, "-fopenmp"])
-    except KernelsUnavailable:  # without OpenMP the library uses one thread
+    except KernelsUnavailable:  # then the library uses the threads of the standard library
         _run(command)
+
+
+def flags() -> list[str]:
+    return [*FLAGS, *shlex.split(os.environ.get("PARCAE_CXXFLAGS", ""))]
 
 
 def _run(command: list[str]) -> str:

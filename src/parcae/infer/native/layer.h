@@ -38,21 +38,24 @@ struct KvCache {
 
 struct Scratch {
     // shared by all threads
-    float *projected, *attended, *hidden, *previous_state, *drive, *x;
+    float *normed, *projected, *attended, *hidden, *previous_state, *drive, *x;
     float *log_probs, *previous_log_probs, *divergence;
     int32_t* candidates;
+    QuantisedInputs quantised;
     // of this thread
-    float *normed, *scores;
+    float* scores;
     int64_t scores_stride;
 };
 
-// x / sqrt(|x|^2 + floor), packed. Every thread computes all of it, which is faster than a barrier.
-void unit_norm(const float* x, int64_t width, float floor, const Tokens& tokens, float* out) {
-    for (int64_t t = 0; t < tokens.count; t++) {
+// x / sqrt(|x|^2 + floor), packed.
+void unit_norm(const Team& team, const float* x, int64_t width, float floor, const Tokens& tokens,
+               float* out) {
+    for (int64_t t = team.rank; t < tokens.count; t += team.size) {
         const float* row = x + tokens.index(t) * width;
         float factor = 1 / std::sqrt(dot(row, row, width) + floor);
         for (int64_t i = 0; i < width; i++) out[t * width + i] = row[i] * factor;
     }
+    team.sync();
 }
 
 void scaled_norm(const Team& team, float* x, int64_t width, float floor, const float* scale,
@@ -105,21 +108,27 @@ void attend_all(const Team& team, const Layer& layer, const Tokens& tokens, cons
     team.sync();
 }
 
+// What a product does with its results: copy them to rows of `to`.
+inline auto copy_to(float* to, int64_t stride) {
+    return [=](int64_t t, int64_t row, int64_t count, const float* y) {
+        std::memcpy(to + t * stride + row, y, count * sizeof(float));
+    };
+}
+
 void mlp_hidden(const Team& team, const Layer& layer, const Tokens& tokens, const Scratch& scratch) {
     const int64_t hidden = layer.proj.in;
     if (!layer.gated_mlp) {
-        multiply(team, layer.fc, scratch.normed, tokens.count,
-                 [&](int64_t t, int64_t row, auto y) {
-                     auto positive = y < 0.0f ? decltype(y){} : y;
-                     store(scratch.hidden + t * hidden + row, positive * positive);
-                 });
+        gemm(team, layer.fc, scratch.normed, tokens.count, scratch.quantised,
+             [&](int64_t t, int64_t row, int64_t count, const float* y) {
+                 float* target = scratch.hidden + t * hidden + row;
+                 for (int64_t i = 0; i < count; i++) target[i] = y[i] < 0 ? 0 : y[i] * y[i];
+             });
         team.sync();
         return;
     }
     float* gate_and_up = scratch.projected;
-    multiply(team, layer.fc, scratch.normed, tokens.count, [&](int64_t t, int64_t row, auto y) {
-        store(gate_and_up + t * 2 * hidden + row, y);
-    });
+    gemm(team, layer.fc, scratch.normed, tokens.count, scratch.quantised,
+         copy_to(gate_and_up, 2 * hidden));
     team.sync();
     int64_t begin, end;
     team.share(hidden, LANES, begin, end);
@@ -136,24 +145,23 @@ void mlp_hidden(const Team& team, const Layer& layer, const Tokens& tokens, cons
 void run_layer(const Team& team, const Layer& layer, const Tokens& tokens, const KvCache& kv,
                const float* phases, float* x, const Scratch& scratch) {
     const int64_t width = layer.inner.in;
-    auto add = [&](int64_t t, int64_t row, auto y) {
+    auto add_to_x = [&](int64_t t, int64_t row, int64_t count, const float* y) {
         float* target = x + tokens.index(t) * width + row;
-        store(target, load_as<decltype(y)>(target) + y);
+        for (int64_t i = 0; i < count; i++) target[i] += y[i];
     };
-    unit_norm(x, width, layer.norm_floor, tokens, scratch.normed);
-    multiply(team, layer.inner, scratch.normed, tokens.count, [&](int64_t t, int64_t row, auto y) {
-        store(scratch.projected + t * layer.inner.out + row, y);
-    });
+    unit_norm(team, x, width, layer.norm_floor, tokens, scratch.normed);
+    gemm(team, layer.inner, scratch.normed, tokens.count, scratch.quantised,
+         copy_to(scratch.projected, layer.inner.out));
     team.sync();
     write_kv(team, layer, tokens, kv, phases, scratch.projected);
     attend_all(team, layer, tokens, kv, scratch);
-    multiply(team, layer.outer, scratch.attended, tokens.count, add);
+    gemm(team, layer.outer, scratch.attended, tokens.count, scratch.quantised, add_to_x);
     team.sync();
     if (layer.norm_after_attention)
         scaled_norm(team, x, width, layer.norm_floor, layer.norm_after_attention, tokens);
-    unit_norm(x, width, layer.norm_floor, tokens, scratch.normed);
+    unit_norm(team, x, width, layer.norm_floor, tokens, scratch.normed);
     mlp_hidden(team, layer, tokens, scratch);
-    multiply(team, layer.proj, scratch.hidden, tokens.count, add);
+    gemm(team, layer.proj, scratch.hidden, tokens.count, scratch.quantised, add_to_x);
     team.sync();
     if (layer.norm_after_mlp)
         scaled_norm(team, x, width, layer.norm_floor, layer.norm_after_mlp, tokens);

@@ -19,8 +19,8 @@ from parcae.infer.native.kernels import (
     MAX_TOKENS,
     Kernels,
     LayerFields,
-    MatrixFields,
     ModelFields,
+    PassFields,
     address,
     int64_array,
     thread_count,
@@ -39,8 +39,9 @@ class NativeNetwork:
         stacks = (network.prelude, network.core, network.coda)
         layers = [layer for stack in stacks for layer in stack.layers]
         tables = [network.value_tables.get(number) for number in range(len(layers))]
-        self._layers = (LayerFields * max(1, len(layers)))(*map(_layer_fields, layers, tables))
-        self._model = _model_fields(network, mix, self._layers)
+        fields = [_layer_fields(kernels, *pair) for pair in zip(layers, tables, strict=True)]
+        self._layers = (LayerFields * max(1, len(layers)))(*fields)
+        self._model = _model_fields(kernels, network, mix, self._layers)
         sizes = [sum(matrix.stored.numel() for matrix in layer.matrices) for layer in layers]
         self._largest_layer = max(sizes, default=0)
         self._scratch: dict[int, Tensor] = {}
@@ -80,19 +81,36 @@ class NativeNetwork:
             ran, index = int64_array(order), int64_array(order)
             if any(min_changes):
                 min_change = array("f", batch.expand(min_changes))
-        fields = (
-            len(batch),
-            *map(address, tokens),
-            *cache.addresses,
-            len(loops),
-            *map(address, (slots, limit, settled, min_change)),
-            watched_count,
-            *map(address, (order, ran, index, state)),
-            len(predicted),
-            *map(address, (predicted, logits, self._scratch_for(threads))),
-            threads,
+        ids, rows, positions = map(address, tokens)
+        outer, core, outer_layer, outer_row, core_layer, core_row = cache.addresses
+        fields = PassFields(
+            tokens=len(batch),
+            ids=ids,
+            rows=rows,
+            positions=positions,
+            outer=outer,
+            core=core,
+            outer_layer=outer_layer,
+            outer_row=outer_row,
+            core_layer=core_layer,
+            core_row=core_row,
+            loops=len(loops),
+            slots=address(slots),
+            limits=address(limit),
+            settled=address(settled),
+            min_change=address(min_change),
+            watched=watched_count,
+            order=address(order),
+            ran=address(ran),
+            active=address(index),
+            state=address(state),
+            predicted=len(predicted),
+            predict=address(predicted),
+            logits=address(logits),
+            scratch=address(self._scratch_for(threads)),
+            threads=threads,
         )
-        self.kernels.run(self._model, int64_array(fields))
+        self.kernels.run(self._model, fields)
         if wanted != predict:
             logits = logits[list(predict)]
         if ran is None:
@@ -127,43 +145,51 @@ def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _layer_fields(layer: Layer, value_table: Tensor | None) -> LayerFields:
+def _layer_fields(kernels: Kernels, layer: Layer, value_table: Tensor | None) -> LayerFields:
     head_dim = layer.shape.head_dim
-    after = (None, None) if layer.after is None else layer.after
+    after_attention, after_mlp = (None, None) if layer.after is None else layer.after
     return LayerFields(
-        *map(MatrixFields.of, layer.matrices),
-        *(None if norm is None else address(norm.scale) for norm in after),
-        address(value_table),
-        float(layer.norm.floor) ** 2,
-        -1.0 if layer.qk_norm is None else float(layer.qk_norm.floor) ** 2,
-        1 / math.sqrt(head_dim) if layer.qk_norm is None else math.sqrt(head_dim),
-        layer.shape.heads,
-        layer.shape.kv_heads,
-        head_dim,
-        layer.gated_mlp,
+        inner=kernels.fields(layer.inner),
+        outer=kernels.fields(layer.out),
+        fc=kernels.fields(layer.fc),
+        proj=kernels.fields(layer.proj),
+        norm_after_attention=None if after_attention is None else address(after_attention.scale),
+        norm_after_mlp=None if after_mlp is None else address(after_mlp.scale),
+        value_table=address(value_table),
+        norm_floor=float(layer.norm.floor) ** 2,
+        qk_floor=-1.0 if layer.qk_norm is None else float(layer.qk_norm.floor) ** 2,
+        score_scale=1 / math.sqrt(head_dim) if layer.qk_norm is None else math.sqrt(head_dim),
+        heads=layer.shape.heads,
+        kv_heads=layer.shape.kv_heads,
+        head_dim=head_dim,
+        gated_mlp=layer.gated_mlp,
     )
 
 
-def _model_fields(network: Network, mix: LinearMix, layers: ctypes.Array) -> ModelFields:
+def _model_fields(
+    kernels: Kernels, network: Network, mix: LinearMix, layers: ctypes.Array
+) -> ModelFields:
     config, layout = network.config, network.layout
     norm = network.prelude_norm
     return ModelFields(
-        ctypes.addressof(layers),
-        layout.prelude_layers,
-        layout.core_layers,
-        layout.coda_layers,
-        config.width,
-        config.core_block.width,
-        config.context_length,
-        *map(address, (network.embedding, network.outer_phases, network.core_phases)),
-        None if norm is None else address(norm.scale),
-        address(network.final_norm.scale),
-        float(network.final_norm.unit.floor) ** 2,
-        MatrixFields.of(mix.into),
-        MatrixFields.of(mix.transition),
-        address(mix.decay),
-        MatrixFields.of(network.readout),
-        MatrixFields.of(network.head),
-        address(network.unembedding),
-        compared_tokens(config.vocab_size),
+        layers=ctypes.addressof(layers),
+        prelude=layout.prelude_layers,
+        core=layout.core_layers,
+        coda=layout.coda_layers,
+        width=config.width,
+        state_width=config.core_block.width,
+        context=config.context_length,
+        embedding=address(network.embedding),
+        outer_phases=address(network.outer_phases),
+        core_phases=address(network.core_phases),
+        prelude_norm=None if norm is None else address(norm.scale),
+        final_norm=address(network.final_norm.scale),
+        norm_floor=float(network.final_norm.unit.floor) ** 2,
+        into=kernels.fields(mix.into),
+        transition=kernels.fields(mix.transition),
+        decay=address(mix.decay),
+        readout=kernels.fields(network.readout),
+        head=kernels.fields(network.head),
+        unembedding=address(network.unembedding),
+        candidates=compared_tokens(config.vocab_size),
     )

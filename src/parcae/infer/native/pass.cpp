@@ -3,6 +3,9 @@
 // With few tokens, reading the weights dominates. Operators launched one by one add their launch
 // time and wait for each other; here the threads run through all layers and loops together.
 
+#include <cstddef>
+#include <string>
+
 #include "layer.h"
 #include "predictions.h"
 
@@ -24,7 +27,7 @@ struct Model {
     int64_t candidates;   // number of likeliest tokens over which predictions are compared
 };
 
-struct Pass {  // every field has eight bytes
+struct Pass {
     int64_t tokens;
     const int64_t *ids, *rows, *positions;
     // [layer, row, position, 2, kv_heads, head_dim]; for the core [slot * layer, ...]
@@ -54,50 +57,50 @@ struct Pass {  // every field has eight bytes
 
 namespace {
 
-int64_t rounded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
+int64_t rounded(int64_t n) { return round_up(n, LANES); }
 
-struct ScratchLayout {  // sizes in floats
-    int64_t projected = 0, hidden = 0, attended, previous_state, drive, x, log_probs, divergence,
-        normed, scores, scores_stride;
-    ScratchLayout(const Model& model, int64_t tokens) {
-        const int64_t width = std::max(model.width, model.state_width);
-        int64_t heads = 0;
-        for (int64_t i = 0; i < model.prelude + model.core + model.coda; i++) {
-            const Layer& layer = model.layers[i];
-            projected = std::max({projected, layer.inner.out, 2 * layer.proj.in});
-            hidden = std::max(hidden, layer.proj.in);
-            heads = std::max<int64_t>(heads, layer.heads);
-        }
-        scores_stride = rounded(model.context);
-        scores = heads * scores_stride;
-        projected = rounded(projected * tokens);
-        hidden = rounded(hidden * tokens);
-        attended = previous_state = drive = x = normed = rounded(width * tokens);
-        log_probs = rounded(model.candidates) * tokens;
-        divergence = rounded(tokens);
-    }
-    int64_t floats(int64_t threads) const {
-        return projected + attended + hidden + previous_state + drive + x + 3 * log_probs +
-               divergence + threads * (normed + scores);
-    }
-    Scratch divide(float* p, int rank) const {
-        Scratch part;
-        part.projected = p;
-        part.attended = part.projected + projected;
-        part.hidden = part.attended + attended;
-        part.previous_state = part.hidden + hidden;
-        part.drive = part.previous_state + previous_state;
-        part.x = part.drive + drive;
-        part.log_probs = part.x + x;
-        part.previous_log_probs = part.log_probs + log_probs;
-        part.candidates = reinterpret_cast<int32_t*>(part.previous_log_probs + log_probs);
-        part.divergence = part.previous_log_probs + 2 * log_probs;
-        part.normed = part.divergence + divergence + rank * (normed + scores);
-        part.scores = part.normed + normed;
-        part.scores_stride = scores_stride;
+// Assigns working memory, part by part; without memory it only counts.
+struct ScratchBuilder {
+    float* memory;
+    int64_t used = 0;
+    template <typename T = float>
+    T* take(int64_t count) {
+        T* part = memory ? reinterpret_cast<T*>(memory + used) : nullptr;
+        used += round_up((count * sizeof(T) + sizeof(float) - 1) / sizeof(float), LANES);
         return part;
     }
 };
+
+Scratch divide_scratch(const Model& model, int64_t tokens, int64_t rank, ScratchBuilder& builder) {
+    const int64_t width = std::max(model.width, model.state_width);
+    int64_t projected = 0, hidden = 0, heads = 0, attended = width;
+    for (int64_t i = 0; i < model.prelude + model.core + model.coda; i++) {
+        const Layer& layer = model.layers[i];
+        projected = std::max({projected, layer.inner.out, 2 * layer.proj.in});
+        hidden = std::max(hidden, layer.proj.in);
+        attended = std::max(attended, layer.outer.in);
+        heads = std::max<int64_t>(heads, layer.heads);
+    }
+    const int64_t largest_input = round_up(std::max({width, hidden, attended}), QUAD);
+    const int64_t candidates = rounded(model.candidates);
+    Scratch part;
+    part.normed = builder.take(width * tokens);
+    part.projected = builder.take(projected * tokens);
+    part.attended = builder.take(attended * tokens);
+    part.hidden = builder.take(hidden * tokens);
+    part.previous_state = builder.take(width * tokens);
+    part.drive = builder.take(width * tokens);
+    part.x = builder.take(width * tokens);
+    part.log_probs = builder.take(candidates * tokens);
+    part.previous_log_probs = builder.take(candidates * tokens);
+    part.divergence = builder.take(tokens);
+    part.candidates = builder.take<int32_t>(candidates * tokens);
+    part.quantised = {builder.take<int8_t>(largest_input * tokens), builder.take(tokens)};
+    part.scores_stride = rounded(model.context);
+    for (int64_t before = 0; before <= rank; before++)
+        part.scores = builder.take(heads * part.scores_stride);
+    return part;
+}
 
 struct ActiveCount {  // tokens that still loop, and those of them that are watched
     int64_t looping, watched;
@@ -120,21 +123,23 @@ struct PassRunner {  // the pass as one thread runs it
         }
     }
 
-    const float* packed(const float* from, int64_t width, const Tokens& tokens) const {
+    // The rows of the given tokens, one after the other.
+    const float* gathered(const float* from, int64_t width, const Tokens& tokens) const {
         if (!tokens.indices) return from;
-        for (int64_t t = 0; t < tokens.count; t++)
+        for (int64_t t = team.rank; t < tokens.count; t += team.size)
             std::copy_n(from + tokens.index(t) * width, width, scratch.normed + t * width);
+        team.sync();
         return scratch.normed;
     }
 
     // to [tokens, a.out] = from W^T, or a copy if there is no matrix.
     void product(const Matrix& a, const float* from, float* to, int64_t width,
                  const Tokens& tokens) const {
-        if (a.data) {
-            multiply(team, a, packed(from, a.in, tokens), tokens.count,
-                     [&](int64_t t, int64_t row, auto y) {
-                         store(to + tokens.index(t) * a.out + row, y);
-                     });
+        if (a.panels) {
+            gemm(team, a, gathered(from, a.in, tokens), tokens.count, scratch.quantised,
+                 [&](int64_t t, int64_t row, int64_t count, const float* y) {
+                     std::copy_n(y, count, to + tokens.index(t) * a.out + row);
+                 });
         } else {
             for (int64_t t = team.rank; t < tokens.count; t += team.size)
                 std::copy_n(from + tokens.index(t) * width, width, to + tokens.index(t) * width);
@@ -169,7 +174,7 @@ struct PassRunner {  // the pass as one thread runs it
         for (int64_t t = team.rank; t < tokens.count; t += team.size) {
             int64_t at = tokens.index(t) * width;
             if (pass.min_change) std::copy_n(h + at, width, scratch.previous_state + at);
-            if (model.transition.data) {
+            if (model.transition.panels) {
                 std::copy_n(h + at, width, packed + t * width);
                 continue;
             }
@@ -178,12 +183,12 @@ struct PassRunner {  // the pass as one thread runs it
                 h[at + i] = (decay ? decay[i] * h[at + i] : h[at + i]) + drive[at + i];
         }
         team.sync();
-        if (!model.transition.data) return;
-        multiply(team, model.transition, packed, tokens.count,
-                 [&](int64_t t, int64_t row, auto y) {
-                     int64_t at = tokens.index(t) * width + row;
-                     store(h + at, y + load_as<decltype(y)>(drive + at));
-                 });
+        if (!model.transition.panels) return;
+        gemm(team, model.transition, packed, tokens.count, scratch.quantised,
+             [&](int64_t t, int64_t row, int64_t count, const float* y) {
+                 int64_t at = tokens.index(t) * width + row;
+                 for (int64_t i = 0; i < count; i++) h[at + i] = y[i] + drive[at + i];
+             });
         team.sync();
     }
 
@@ -305,11 +310,11 @@ struct PassRunner {  // the pass as one thread runs it
     }
 
     void run_head(const Tokens& tokens) const {
-        multiply(team, model.head, packed(x, model.width, tokens), tokens.count,
-                 [&](int64_t t, int64_t row, auto y) {
-                     int64_t index = pass.watched ? tokens.index(t) : t;
-                     store(pass.logits + index * model.head.out + row, y);
-                 });
+        gemm(team, model.head, gathered(x, model.width, tokens), tokens.count, scratch.quantised,
+             [&](int64_t t, int64_t row, int64_t count, const float* y) {
+                 int64_t index = pass.watched ? tokens.index(t) : t;
+                 std::copy_n(y, count, pass.logits + index * model.head.out + row);
+             });
         team.sync();
     }
 
@@ -335,15 +340,17 @@ extern "C" {
 
 // Floats of scratch memory that a pass of `tokens` tokens needs.
 int64_t parcae_scratch(const Model* model, int64_t tokens, int64_t threads) {
-    return ScratchLayout(*model, tokens).floats(threads);
+    ScratchBuilder builder{nullptr};
+    divide_scratch(*model, tokens, threads - 1, builder);
+    return builder.used;
 }
 
 void parcae_pass(const Model* model, const Pass* pass) {
-    const ScratchLayout layout(*model, pass->tokens);
     const Tokens all{pass->tokens, nullptr, pass->ids, pass->rows, pass->positions};
     ActiveCount count{pass->tokens, pass->watched};
     run_threads(pass->threads, [&](Team team) {
-        const Scratch scratch = layout.divide(pass->scratch, team.rank);
+        ScratchBuilder builder{pass->scratch};
+        const Scratch scratch = divide_scratch(*model, pass->tokens, team.rank, builder);
         const PassRunner runner{team, *model, *pass, scratch, all, scratch.drive, scratch.x};
         runner.zero_state();
         runner.run_prelude();
@@ -354,12 +361,64 @@ void parcae_pass(const Model* model, const Pass* pass) {
     });
 }
 
-// y [tokens, out] = x W^T.
-void parcae_multiply(const Matrix* a, const float* x, int64_t tokens, float* y, int64_t threads) {
+// Weights [out, in] in the order in which `gemm` reads them: bytes needed, and the conversion.
+int64_t parcae_packed_bytes(int64_t out, int64_t in, int64_t int8) {
+    return panel_count(out) * (int8 ? Int8Panels::bytes(in) : FloatPanels::bytes(in));
+}
+
+void parcae_pack(const void* weights, int64_t out, int64_t in, int64_t int8, void* panels) {
+    if (int8) pack(static_cast<const int8_t*>(weights), out, in, static_cast<int8_t*>(panels));
+    else pack(static_cast<const float*>(weights), out, in, static_cast<float*>(panels));
+}
+
+// y [tokens, out] = x W^T; `quantised` has tokens * (in + 3) bytes, `scales` one float per token.
+void parcae_gemm(const Matrix* a, const float* x, int64_t tokens, int8_t* quantised, float* scales,
+                 float* y, int64_t threads) {
     run_threads(threads, [&](Team team) {
-        multiply(team, *a, x, tokens,
-                 [&](int64_t t, int64_t row, auto value) { store(y + t * a->out + row, value); });
+        gemm(team, *a, x, tokens, QuantisedInputs{quantised, scales}, copy_to(y, a->out));
     });
+}
+
+// What the kernels were compiled for.
+const char* parcae_target() {
+    return ISA ", "
+#ifdef _OPENMP
+           "OpenMP";
+#else
+           "std::thread";
+#endif
+}
+
+#define FIELD(type, name) text += " " #name ":" + std::to_string(offsetof(type, name))
+
+// The structures that Python fills: size, and fields with their offsets.
+const char* parcae_structures() {
+    static const std::string structures = [] {
+        std::string text = "Matrix " + std::to_string(sizeof(Matrix));
+        FIELD(Matrix, panels); FIELD(Matrix, scale); FIELD(Matrix, out); FIELD(Matrix, in);
+        text += "\nLayer " + std::to_string(sizeof(Layer));
+        FIELD(Layer, inner); FIELD(Layer, outer); FIELD(Layer, fc); FIELD(Layer, proj);
+        FIELD(Layer, norm_after_attention); FIELD(Layer, norm_after_mlp); FIELD(Layer, value_table);
+        FIELD(Layer, norm_floor); FIELD(Layer, qk_floor); FIELD(Layer, score_scale);
+        FIELD(Layer, heads); FIELD(Layer, kv_heads); FIELD(Layer, head_dim); FIELD(Layer, gated_mlp);
+        text += "\nModel " + std::to_string(sizeof(Model));
+        FIELD(Model, layers); FIELD(Model, prelude); FIELD(Model, core); FIELD(Model, coda);
+        FIELD(Model, width); FIELD(Model, state_width); FIELD(Model, context);
+        FIELD(Model, embedding); FIELD(Model, outer_phases); FIELD(Model, core_phases);
+        FIELD(Model, prelude_norm); FIELD(Model, final_norm); FIELD(Model, norm_floor);
+        FIELD(Model, into); FIELD(Model, transition); FIELD(Model, decay); FIELD(Model, readout);
+        FIELD(Model, head); FIELD(Model, unembedding); FIELD(Model, candidates);
+        text += "\nPass " + std::to_string(sizeof(Pass));
+        FIELD(Pass, tokens); FIELD(Pass, ids); FIELD(Pass, rows); FIELD(Pass, positions);
+        FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, outer_layer); FIELD(Pass, outer_row);
+        FIELD(Pass, core_layer); FIELD(Pass, core_row); FIELD(Pass, loops); FIELD(Pass, slots);
+        FIELD(Pass, limits); FIELD(Pass, settled); FIELD(Pass, min_change); FIELD(Pass, watched);
+        FIELD(Pass, order); FIELD(Pass, ran); FIELD(Pass, active); FIELD(Pass, state);
+        FIELD(Pass, predicted); FIELD(Pass, predict); FIELD(Pass, logits); FIELD(Pass, scratch);
+        FIELD(Pass, threads);
+        return text;
+    }();
+    return structures.c_str();
 }
 
 }  // extern "C"

@@ -54,7 +54,7 @@ inline float kl_divergence(const float* log_p, const float* log_q, int64_t lengt
     Floats total = {};
     for (int64_t s = 0; s < length; s += LANES) {
         Floats p = load(log_p + s);
-        total = plus_product(total, exp_of_negative(p), p - load(log_q + s));
+        total = multiply_add(exp_of_negative(p), p - load(log_q + s), total);
     }
     return sum(total);
 }

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <thread>
+#include <vector>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -44,18 +45,26 @@ struct Team {
     }
 };
 
-// Call the function in every thread of a team.
+// Call the function in every thread of a team: OpenMP's threads, which PyTorch uses too, or where
+// the compiler has no OpenMP, new threads, which take some ten microseconds to start.
 template <typename Function>
-void run_threads([[maybe_unused]] int64_t threads, Function function) {
+void run_threads(int64_t threads, Function function) {
     Barrier barrier;
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        function(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+    if (threads <= 1) {
+        function(Team{0, 1, &barrier});
         return;
     }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    function(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+#else
+    const int size = static_cast<int>(threads);
+    std::vector<std::thread> others;
+    for (int rank = 1; rank < size; rank++)
+        others.emplace_back([&, rank] { function(Team{rank, size, &barrier}); });
+    function(Team{0, size, &barrier});
+    for (std::thread& other : others) other.join();
 #endif
-    function(Team{0, 1, &barrier});
 }
 
 }  // namespace
