@@ -23,12 +23,12 @@ import one_at_a_time
 import parcae
 from parcae.console import err, out, table
 from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.branches import batches
 from parcae.evaluation.in_context import InContext, Questions
-from parcae.evaluation.items import Item
 from parcae.evaluation.jobs import DataFile, credit
-from parcae.evaluation.prompts import SEEDS
-from parcae.evaluation.scorer import LoopedScorer, batches
-from parcae.evaluation.tasks import locate, tasks_named
+from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.suites import SEEDS
+from parcae.evaluation.tasks import Item, locate, tasks_named
 from parcae.files import write_json
 from parcae.machine import keep_freed_memory
 from parcae.runs import open_checkpoint

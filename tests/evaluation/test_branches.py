@@ -11,9 +11,9 @@ import parcae
 from conftest import tiny
 from evaluation_fixtures import score_all
 from parcae.config import LoopConfig
-from parcae.evaluation.branches import Bundle, bundles
+from parcae.evaluation.branches import Bundle, batches, bundles
 from parcae.evaluation.prompts import Prompt, Span, cut_left
-from parcae.evaluation.scorer import LoopedScorer, batches
+from parcae.evaluation.scorer import LoopedScorer
 from parcae.model import create
 
 tokens = st.lists(st.integers(0, 95), min_size=2, max_size=14)

@@ -16,12 +16,12 @@ import pytest
 from evaluation_fixtures import write_lines
 from parcae import cli
 from parcae.evaluation.compare import compare
-from parcae.evaluation.items import read_items
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import Passages
 from parcae.evaluation.results import Samples
 from parcae.evaluation.run import score_job
 from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.tasks import read_items
 from parcae.files import FileError
 
 TASKS = {"copa", "winograd", "bigbench_operators", "lambada_openai"}

@@ -11,14 +11,13 @@ import torch
 from evaluation_fixtures import WORDS, write_lines
 from parcae import cli, console
 from parcae.evaluation.in_context import Questions
-from parcae.evaluation.items import read_items
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import read_wikitext
 from parcae.evaluation.prompts import Prompt, Span
 from parcae.evaluation.results import EvaluationResult, Samples
 from parcae.evaluation.scorer import LoopedScorer, read_predictions
 from parcae.evaluation.tables import published_scores, tables
-from parcae.evaluation.tasks import tasks_named
+from parcae.evaluation.tasks import read_items, tasks_named
 from parcae.files import FileError
 from parcae.infer.network import Network
 from parcae.infer.sampling import NonFiniteLogits

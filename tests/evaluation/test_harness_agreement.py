@@ -12,7 +12,8 @@ import torch
 from evaluation_fixtures import score_all
 from parcae.config import ConfigError
 from parcae.evaluation.hf_scorer import HFScorer
-from parcae.evaluation.perplexity import continuations, read_passages
+from parcae.evaluation.perplexity import read_passages
+from parcae.evaluation.prompts import continuations
 from parcae.evaluation.scorer import Scorer
 
 api = pytest.importorskip("lm_eval.api.model", reason="the extra eval is not installed")

@@ -15,8 +15,7 @@ import torch
 from evaluation_fixtures import score_all
 from parcae import cli
 from parcae.evaluation.hf_scorer import HFScorer, tokenizer_fingerprint
-from parcae.evaluation.perplexity import continuations
-from parcae.evaluation.prompts import Span, cut_left
+from parcae.evaluation.prompts import Span, continuations, cut_left
 from parcae.evaluation.scorer import is_transformers_model, open_scorer
 
 transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")

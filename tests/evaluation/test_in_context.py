@@ -13,20 +13,19 @@ import one_at_a_time
 import parcae
 from evaluation_fixtures import score_all
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.in_context import InContext, Questions
-from parcae.evaluation.items import Item
-from parcae.evaluation.jobs import DataFile, credit
-from parcae.evaluation.prompts import (
-    SEEDS,
-    Prompt,
-    Span,
+from parcae.evaluation.in_context import (
+    InContext,
+    Questions,
     draw_examples,
     render,
     shuffled,
     tokenised,
 )
-from parcae.evaluation.scorer import Answer, LoopedScorer
-from parcae.evaluation.tasks import core, core_extended, locate, tasks_named
+from parcae.evaluation.jobs import DataFile, credit
+from parcae.evaluation.prompts import Answer, Prompt, Span
+from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.suites import SEEDS
+from parcae.evaluation.tasks import Item, core, core_extended, locate, tasks_named
 
 NAMES = [task.name for task in core_extended()]
 

@@ -14,13 +14,8 @@ from hypothesis import strategies as st
 from evaluation_fixtures import score_all
 from parcae import cli
 from parcae.config import ConfigError
-from parcae.evaluation.perplexity import (
-    continuations,
-    detokenise,
-    read_wikitext,
-    split_articles,
-    windows,
-)
+from parcae.evaluation.perplexity import detokenise, read_wikitext, split_articles
+from parcae.evaluation.prompts import continuations, windows
 
 lm_eval_utils = pytest.importorskip("lm_eval.utils", reason="the extra eval is not installed")
 

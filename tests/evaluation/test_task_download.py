@@ -16,9 +16,19 @@ import pytest
 from parcae import cli
 from parcae.config import ConfigError
 from parcae.data.hub import RemoteFile
-from parcae.evaluation import download, suites
-from parcae.evaluation.download import download_tasks, files_of, files_of_tasks
-from parcae.evaluation.tasks import Task, core_extended, find, locate, tasks_named
+from parcae.evaluation import suites
+from parcae.evaluation.suites import files_of
+from parcae.evaluation.tasks import (
+    ELSEWHERE,
+    NO_CHECKSUM,
+    Task,
+    core_extended,
+    download_tasks,
+    files_of_tasks,
+    find,
+    locate,
+    tasks_named,
+)
 from parcae.files import FileError
 
 UNVERIFIABLE = {"mmlu_zeroshot", "mmlu_fewshot", "squad", "bbq", "bigbench_elementary_math_qa"}
@@ -92,7 +102,7 @@ def here(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_files_arrive_once_and_are_found(server, tasks, tmp_path):
     found = files_of_tasks(tasks)
-    assert found.omitted == {download.NO_CHECKSUM: ("squad",)}
+    assert found.omitted == {NO_CHECKSUM: ("squad",)}
     download_tasks(found.files, tmp_path, collection=server.address)
     assert here(tmp_path) == server.files
     for task in tasks[:-1]:
@@ -170,12 +180,12 @@ def test_no_network_no_file_and_no_address(server, tasks, tmp_path):
 def test_files_of_suites():
     core, extended = files_of("core"), files_of("core-extended")
     assert {file.path for file in core.files} < {file.path for file in extended.files}
-    assert set(extended.omitted[download.NO_CHECKSUM]) == UNVERIFIABLE
-    assert core.omitted == {download.NO_CHECKSUM: ("squad",)}
+    assert set(extended.omitted[NO_CHECKSUM]) == UNVERIFIABLE
+    assert core.omitted == {NO_CHECKSUM: ("squad",)}
     lambada = "language_understanding/lambada_openai.jsonl"
     assert [file.path for file in files_of("lambada").files] == [lambada]
     assert len(files_of("zero-shot").files) == 4
-    assert files_of("zero-shot").omitted == {download.ELSEWHERE: ("piqa", "sciq")}
+    assert files_of("zero-shot").omitted == {ELSEWHERE: ("piqa", "sciq")}
     with pytest.raises(ConfigError, match="Did you mean core"):
         files_of("cores")
 

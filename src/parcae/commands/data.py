@@ -342,7 +342,8 @@ def _download_dataset(arguments: argparse.Namespace) -> int:
 
 
 def _download_tasks(arguments: argparse.Namespace) -> int:
-    from parcae.evaluation.download import COLLECTION, download_tasks, files_of
+    from parcae.evaluation.suites import files_of
+    from parcae.evaluation.tasks import COLLECTION, download_tasks
 
     require(
         arguments.revision is None and arguments.first_files is None,

@@ -1,11 +1,18 @@
 """Evaluation of trained models at any number of loops.
 
-run          `parcae.evaluate`, the library call           compare   `parcae.compare`
-suites       the suites by name                            jobs      what is scored, item by item
-in_context   CORE and CORE-Extended: tasks, items (files), prompts (text to tokens)
-zero_shot    the zero-shot tasks                           perplexity   WikiText, LAMBADA, texts
-loss         loss on rows of tokens; the suite `val`       scorer, hf_scorer, branches   the models
-results      the folder of an evaluation                   tables    tables and figure
-item_scores  the items of a folder, read back for `compare`
-harness      parcae models in lm-evaluation-harness        download  task files
+run          `parcae.evaluate`, the library call
+suites       the suites by name
+tasks        the tasks of CORE: their table, files and downloads
+in_context   CORE and CORE-Extended: few-shot prompts, scores
+zero_shot    the zero-shot tasks
+perplexity   WikiText, LAMBADA, files of texts
+loss         loss on rows of tokens; the suite `val` on a run
+jobs         what every measurement has: items, records, metrics
+prompts      what is scored: token sequences and the spans in them
+scorer       losses of a parcae model; `branches` computes what prompts share once
+hf_scorer    losses of a transformers model
+results      the folder of an evaluation; `item_scores` reads it back
+tables       tables and figure of a result
+compare      `parcae.compare`: two evaluations item by item
+harness      parcae models in lm-evaluation-harness
 """

@@ -8,7 +8,8 @@ tokens; only attention treats them differently:
     tokens of a branch         attend to all of the beginning, and to their own branch causally
 
 All tokens that attend to each other pass through a layer together, so nothing is kept between
-layers: there is no cache, and any number of loops can be read from one pass.
+layers: there is no cache, and any number of loops can be read from one pass. `PromptBatch` makes
+one row of a batch of prompts, and answers of its predictions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.evaluation.prompts import Prompt, common_prefix
+from parcae.evaluation.prompts import Answer, Prompt, common_prefix
 from parcae.infer.cache import Layout
 
 
@@ -166,3 +167,65 @@ def _mask(shape: tuple[int, ...], device: torch.device) -> Tensor | None:
     own = torch.block_diag(*(torch.ones(n, n, device=device).tril() for n in shape[1:]))
     seen = torch.cat((own.new_ones(size - shared, shared), own), dim=1)
     return torch.zeros_like(seen).masked_fill(seen == 0, -torch.inf)
+
+
+class PromptBatch:
+    """A batch of prompts as one row of tokens, and where each answer is read."""
+
+    def __init__(self, prompts: Sequence[Prompt]) -> None:
+        parts = [
+            (bundle, owner, branches)
+            for owner, prompt in enumerate(prompts)
+            for bundle, branches in bundles(prompt)
+        ]
+        parts.sort(key=lambda part: part[0].shape)  # neighbours of one shape are computed together
+        self.bundles: list[Bundle] = [bundle for bundle, _, _ in parts]
+        self.owners = [owner for _, owner, _ in parts]
+        """The index of the prompt of each bundle."""
+        self.predictors: list[int] = []
+        """Positions in the row whose prediction is scored."""
+        self.targets: list[int] = []
+        self._spans: list[tuple[int, int, int]] = []
+        """Prompt, alternative and number of tokens, in the order of the targets."""
+        self._prompts = len(prompts)
+        start = 0
+        for bundle, owner, branches in parts:
+            for branch, alternatives in enumerate(branches):
+                for alternative in alternatives:
+                    self._add(prompts[owner], owner, alternative, start, bundle, branch)
+            start += bundle.size
+
+    def _add(
+        self, prompt: Prompt, owner: int, alternative: int, start: int, bundle: Bundle, branch: int
+    ) -> None:
+        begin, end = prompt.spans[alternative]
+        self.predictors += [start + bundle.index(branch, at - 1) for at in range(begin, end)]
+        self.targets += prompt.sequences[alternative][begin:end]
+        self._spans.append((owner, alternative, end - begin))
+
+    def answers(self, nats: Tensor, likeliest: Tensor) -> list[list[Answer]]:
+        """Values [depths, targets], given back to the alternatives they belong to."""
+        answers: list[dict[int, Answer]] = [{} for _ in range(self._prompts)]
+        expected = torch.tensor(self.targets)
+        start = 0
+        for owner, alternative, count in self._spans:
+            span = slice(start, start + count)
+            answers[owner][alternative] = Answer(nats[:, span], likeliest[:, span], expected[span])
+            start += count
+        return [[by_index[index] for index in range(len(by_index))] for by_index in answers]
+
+
+def batches(costs: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of prompts that are scored together, by falling cost, so that prompts of a batch are
+    of similar length and a lack of memory shows at once. Each batch costs at most `max_tokens`,
+    unless a single prompt costs more."""
+    batch: list[int] = []
+    total = 0
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        if batch and total + costs[index] > max_tokens:
+            yield batch
+            batch, total = [], 0
+        batch.append(index)
+        total += costs[index]
+    if batch:
+        yield batch

@@ -23,15 +23,9 @@ from lm_eval.api.registry import register_model
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.evaluation.perplexity import continuations, windows
-from parcae.evaluation.prompts import Prompt, Span
-from parcae.evaluation.scorer import (
-    Answer,
-    LoopedScorer,
-    batches,
-    is_transformers_model,
-    open_scorer,
-)
+from parcae.evaluation.branches import batches
+from parcae.evaluation.prompts import Answer, Prompt, Span, continuations, windows
+from parcae.evaluation.scorer import LoopedScorer, is_transformers_model, open_scorer
 from parcae.infer.engine import Engine
 
 NEW_TOKENS = 256

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from parcae.config import ConfigError, require
-from parcae.evaluation.prompts import Prompt
-from parcae.evaluation.scorer import Answer, read_predictions
+from parcae.evaluation.prompts import Answer, Prompt
+from parcae.evaluation.scorer import read_predictions
 from parcae.files import FileError
 
 BATCH_TOKENS = 4096

@@ -1,19 +1,27 @@
 """CORE and CORE-Extended: few-shot tasks, scored as the reference release scores them.
 
-multiple choice       the answer is the alternative with the lowest mean loss over its span
-schema                likewise, over the ending that the alternatives share
-language modelling    right if every token of the answer is the model's most likely one
+1. The items of a task are shuffled once, with seed 1337.
+2. The few-shot examples of item i are drawn from all other items, with seed + i.
+3. Each alternative is a text: examples, separated by blank lines; question; delimiter; answer.
+4. Each text is a token sequence: BOS and its tokens, of which the last `context` are kept.
+
+The scored span, as token positions [start, end), and what is right:
+
+    multiple choice       from the first token in which the alternatives differ; the answer is the
+                          alternative with the lowest mean loss over its span
+    schema                the longest common ending of the alternatives; likewise
+    language modelling    the answer; right if every token is the model's most likely one
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from parcae.evaluation.items import Item, read_items
 from parcae.evaluation.jobs import (
     DataFile,
     PromptJob,
@@ -26,11 +34,70 @@ from parcae.evaluation.jobs import (
     summary,
     sums,
 )
-from parcae.evaluation.prompts import Prompt, draw_examples, render, shuffled, tokenised
+from parcae.evaluation.prompts import Answer, Prompt, Span, common_prefix, common_suffix, cut_left
 from parcae.evaluation.results import Samples, coverage
-from parcae.evaluation.scorer import Answer, Scorer
-from parcae.evaluation.tasks import Baselines, Task, locate
+from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.tasks import Baselines, Item, Kind, Task, locate, read_items
 from parcae.files import FileError
+
+SHUFFLE_SEED = 1337
+BLANK_LINE = "\n\n"
+
+
+def shuffled(count: int) -> list[int]:
+    """Rows of the file in the order of evaluation."""
+    order = list(range(count))
+    random.Random(SHUFFLE_SEED).shuffle(order)
+    return order
+
+
+def draw_examples(count: int, index: int, shots: int, seed: int) -> list[int]:
+    """Indices, in the shuffled order, of the examples of item `index`, drawn from all others."""
+    drawn = random.Random(seed + index).sample(range(count - 1), shots)
+    return [other + (other >= index) for other in drawn]
+
+
+def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
+    """The texts of an item's alternatives; for language modelling, the text without the answer and
+    the text with it."""
+    trim = str.strip if task.kind == "language_modeling" else str
+    shown = [
+        f"{trim(example.questions[example.gold])}{task.delimiter}{example.answers[example.gold]}"
+        for example in examples
+    ]
+    asked = [f"{trim(question)}{task.delimiter}" for question in item.questions]
+    texts = [
+        BLANK_LINE.join([*shown, question + answer])
+        for question, answer in zip(asked, item.answers, strict=True)
+    ]
+    if task.kind == "language_modeling":
+        return [BLANK_LINE.join([*shown, asked[0]]).strip(), *texts]
+    return texts
+
+
+def tokenised(
+    kind: Kind,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    bos: int | None,
+    context: int,
+) -> Prompt:
+    """The prompt of an item, from the texts of its alternatives."""
+    is_aligned = True
+    prefix = [] if bos is None else [bos]
+    sequences = [prefix + encode(text) for text in texts]
+    if kind == "language_modeling":
+        question, sequences = sequences[0], sequences[1:]
+        start = min(common_prefix([question, *sequences]), len(sequences[0]) - 1)
+        is_aligned = start == len(question)
+        spans = [Span(start, len(sequences[0]))]
+    elif kind == "multiple_choice":
+        start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
+        spans = [Span(start, len(tokens)) for tokens in sequences]
+    else:
+        shared = max(common_suffix(sequences), 1)
+        spans = [Span(len(tokens) - shared, len(tokens)) for tokens in sequences]
+    return replace(cut_left(sequences, spans, context), is_aligned=is_aligned)
 
 
 class Questions:

@@ -19,8 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from parcae.evaluation.prompts import Prompt
-from parcae.evaluation.scorer import Answer, Scorer, batches
+from parcae.evaluation.branches import batches
+from parcae.evaluation.prompts import Answer, Prompt
+from parcae.evaluation.scorer import Scorer
 from parcae.files import reading, sha256
 
 Record = dict[str, Any]

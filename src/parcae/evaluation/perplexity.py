@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from parcae.config import ConfigError, require
 from parcae.data.readers import read_documents
 from parcae.data.sources import ReadOptions, find_files
-from parcae.evaluation.items import Fields, read_lines
 from parcae.evaluation.jobs import (
     DataFile,
     Job,
@@ -30,10 +29,10 @@ from parcae.evaluation.jobs import (
     standard_error,
     sums,
 )
-from parcae.evaluation.prompts import Prompt, Span, cut_left
+from parcae.evaluation.prompts import Answer, Prompt, Span, Window, continuations, windows
 from parcae.evaluation.results import Samples, job_result
-from parcae.evaluation.scorer import Answer, Scorer
-from parcae.evaluation.tasks import find
+from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.tasks import Fields, find, read_lines
 from parcae.files import FileError, reading
 
 LAMBADA_FILE = "language_understanding/lambada_openai.jsonl"
@@ -89,56 +88,6 @@ def open_texts(
     texts = [document.text for document in islice(read_documents(files, options), limit)]
     source = DataFile(files[0].path, "held out", separator=separator)
     return TextSuite(RunningText("val", texts, texts, source, scorer))
-
-
-class Window(NamedTuple):
-    tokens: tuple[int, ...]
-    scored: int
-    """How many of its tokens, the last ones, are predicted."""
-
-
-def windows(tokens: Sequence[int], prefix: int, context: int) -> Iterator[Window]:
-    """All of `tokens`, each predicted once, by a model that reads `context` tokens at a time."""
-    first = tuple(tokens[:context])
-    if first:
-        yield Window((prefix, *first), len(first))
-    for start in range(context, len(tokens), context):
-        end = min(start + context, len(tokens))
-        yield Window(tuple(tokens[end - context - 1 : end]), end - start)
-
-
-def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:
-    """The prompt that scores each of `texts` after `context`.
-
-    Spaces at the end of the context belong to the text. The scored tokens are those which the
-    encoding of both has beyond the length of the context's own encoding; where a token spans the
-    two, the model still reads the context's own tokens. It never reads the last token, so one more
-    fits. The sequence begins with the tokenizer's own prefix, or with BOS where the context is
-    empty.
-    """
-    trimmed = context.rstrip()
-    spaces = context[len(trimmed) :]
-    bos = [] if scorer.bos is None else [scorer.bos]
-    prefix = list(scorer.prefix) if trimmed else bos
-    context_tokens = scorer.encode(trimmed)
-    sequences, spans = [], []
-    for text in texts:
-        both = scorer.encode(trimmed + spaces + text)
-        tokens = prefix + (
-            context_tokens + both[len(context_tokens) :]
-            if len(both) > len(context_tokens)
-            else both
-        )
-        require(
-            len(tokens) > 1,
-            "text",
-            f"{context + text!r} has no token with another one before it",
-            "Give a longer text, or a tokenizer with a BOS token.",
-        )
-        start = min(len(prefix) + len(context_tokens), len(tokens) - 1)
-        sequences.append(tokens)
-        spans.append(Span(max(start, 1), len(tokens)))
-    return cut_left(sequences, spans, scorer.context_length + 1)
 
 
 class Passages(PromptJob):

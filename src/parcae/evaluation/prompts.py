@@ -1,36 +1,23 @@
-"""From questions to token sequences, with the span of each that is scored.
+"""What a scorer reads and returns: prompts as token sequences with scored spans, and answers.
 
-These are the few-shot prompts of CORE and CORE-Extended; the delimiters of tasks are in tasks.csv,
-and the prompts of the zero-shot set in zero_shot.py.
+    continuations(context, texts, scorer)     a text after a context, as lm-evaluation-harness does
+    windows(tokens, bos, context)             a long text, each token predicted once
 
-1. The items of a task are shuffled once, with seed 1337.
-2. The few-shot examples of item i are drawn from all other items, with seed + i.
-3. Each alternative is a text: examples, separated by blank lines; question; delimiter; answer.
-4. Each text is a token sequence: BOS and its tokens, of which the last `context` are kept.
-
-The scored span, as token positions [start, end):
-
-    multiple choice       from the first token in which the alternatives differ
-    schema                the longest common ending of the alternatives
-    language modelling    the answer
+The few-shot prompts of CORE are in in_context.py.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from parcae.evaluation.items import Item
-from parcae.evaluation.tasks import Kind, Task
+from torch import Tensor
 
-SHUFFLE_SEED = 1337
-SEEDS = (1234, 2345, 3456)
-"""Of the few-shot examples, by default."""
-BLANK_LINE = "\n\n"
+from parcae.config import require
 
-Encode = Callable[[str], list[int]]
+if TYPE_CHECKING:
+    from parcae.evaluation.scorer import Scorer
 
 
 class Span(NamedTuple):
@@ -57,56 +44,24 @@ class Prompt:
         return any(len(s) < n for s, n in zip(self.sequences, self.lengths, strict=True))
 
 
-def shuffled(count: int) -> list[int]:
-    """Rows of the file in the order of evaluation."""
-    order = list(range(count))
-    random.Random(SHUFFLE_SEED).shuffle(order)
-    return order
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """The scored span of one alternative, at every depth."""
 
+    nats: Tensor
+    """Loss of each token [depths, span], float64; NaN at a depth where the model diverged."""
+    likeliest: Tensor
+    """The model's own most likely tokens [depths, span]."""
+    expected: Tensor
+    """The tokens of the span [span]."""
 
-def draw_examples(count: int, index: int, shots: int, seed: int) -> list[int]:
-    """Indices, in the shuffled order, of the examples of item `index`, drawn from all others."""
-    drawn = random.Random(seed + index).sample(range(count - 1), shots)
-    return [other + (other >= index) for other in drawn]
+    def is_greedy(self) -> list[bool]:
+        """Whether every token of the span is the likeliest one, at each depth."""
+        return (self.likeliest == self.expected).all(1).tolist()
 
-
-def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
-    """The texts of an item's alternatives; for language modelling, the text without the answer and
-    the text with it."""
-    trim = str.strip if task.kind == "language_modeling" else str
-    shown = [
-        f"{trim(example.questions[example.gold])}{task.delimiter}{example.answers[example.gold]}"
-        for example in examples
-    ]
-    asked = [f"{trim(question)}{task.delimiter}" for question in item.questions]
-    texts = [
-        BLANK_LINE.join([*shown, question + answer])
-        for question, answer in zip(asked, item.answers, strict=True)
-    ]
-    if task.kind == "language_modeling":
-        return [BLANK_LINE.join([*shown, asked[0]]).strip(), *texts]
-    return texts
-
-
-def tokenised(
-    kind: Kind, texts: Sequence[str], encode: Encode, bos: int | None, context: int
-) -> Prompt:
-    """The prompt of an item, from the texts of its alternatives."""
-    is_aligned = True
-    prefix = [] if bos is None else [bos]
-    sequences = [prefix + encode(text) for text in texts]
-    if kind == "language_modeling":
-        question, sequences = sequences[0], sequences[1:]
-        start = min(common_prefix([question, *sequences]), len(sequences[0]) - 1)
-        is_aligned = start == len(question)
-        spans = [Span(start, len(sequences[0]))]
-    elif kind == "multiple_choice":
-        start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
-        spans = [Span(start, len(tokens)) for tokens in sequences]
-    else:
-        shared = max(common_suffix(sequences), 1)
-        spans = [Span(len(tokens) - shared, len(tokens)) for tokens in sequences]
-    return replace(cut_left(sequences, spans, context), is_aligned=is_aligned)
+    def diverged(self) -> list[int]:
+        """Indices of the depths without a prediction."""
+        return self.nats.isnan().any(1).nonzero().flatten().tolist()
 
 
 def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context: int) -> Prompt:
@@ -135,3 +90,53 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
     """The number of tokens that all sequences end with."""
     return common_prefix([sequence[::-1] for sequence in sequences])
+
+
+def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:
+    """The prompt that scores each of `texts` after `context`.
+
+    Spaces at the end of the context belong to the text. The scored tokens are those which the
+    encoding of both has beyond the length of the context's own encoding; where a token spans the
+    two, the model still reads the context's own tokens. It never reads the last token, so one more
+    fits. The sequence begins with the tokenizer's own prefix, or with BOS where the context is
+    empty.
+    """
+    trimmed = context.rstrip()
+    spaces = context[len(trimmed) :]
+    bos = [] if scorer.bos is None else [scorer.bos]
+    prefix = list(scorer.prefix) if trimmed else bos
+    context_tokens = scorer.encode(trimmed)
+    sequences, spans = [], []
+    for text in texts:
+        both = scorer.encode(trimmed + spaces + text)
+        tokens = prefix + (
+            context_tokens + both[len(context_tokens) :]
+            if len(both) > len(context_tokens)
+            else both
+        )
+        require(
+            len(tokens) > 1,
+            "text",
+            f"{context + text!r} has no token with another one before it",
+            "Give a longer text, or a tokenizer with a BOS token.",
+        )
+        start = min(len(prefix) + len(context_tokens), len(tokens) - 1)
+        sequences.append(tokens)
+        spans.append(Span(max(start, 1), len(tokens)))
+    return cut_left(sequences, spans, scorer.context_length + 1)
+
+
+class Window(NamedTuple):
+    tokens: tuple[int, ...]
+    scored: int
+    """How many of its tokens, the last ones, are predicted."""
+
+
+def windows(tokens: Sequence[int], prefix: int, context: int) -> Iterator[Window]:
+    """All of `tokens`, each predicted once, by a model that reads `context` tokens at a time."""
+    first = tuple(tokens[:context])
+    if first:
+        yield Window((prefix, *first), len(first))
+    for start in range(context, len(tokens), context):
+        end = min(start + context, len(tokens))
+        yield Window(tuple(tokens[end - context - 1 : end]), end - start)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 
 from parcae.config import ConfigError, require
 from parcae.evaluation.jobs import Job
-from parcae.evaluation.prompts import SEEDS
 from parcae.evaluation.results import PICTURE, RESULT, EvaluationResult, Samples
 from parcae.evaluation.scorer import Scorer, State, open_scorer
-from parcae.evaluation.suites import SUITES, Suite, SuiteOptions, check_data, check_suites
+from parcae.evaluation.suites import SEEDS, SUITES, Suite, SuiteOptions, check_data, check_suites
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
 from parcae.files import exclusive, write_json, writing

@@ -11,9 +11,8 @@ alternatives of a question share only once. `HFScorer` (hf_scorer.py) scores tra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.branches import Branches, Bundle, Scratch, bundles
-from parcae.evaluation.prompts import Prompt
+from parcae.evaluation.branches import Branches, PromptBatch, Scratch, bundles
+from parcae.evaluation.prompts import Answer, Prompt
 from parcae.files import FileError, read_json
 from parcae.infer.network import Network, without_autocast
 from parcae.infer.request import check_whole
@@ -44,26 +43,6 @@ BATCH_TOKENS = {"cpu": 1024}
 BATCH_TOKENS_ON_DEVICE = 32_768
 MAX_LOGITS = 1 << 25
 """Logits in memory at once while predictions are read."""
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """The scored span of one alternative, at every depth."""
-
-    nats: Tensor
-    """Loss of each token [depths, span], float64; NaN at a depth where the model diverged."""
-    likeliest: Tensor
-    """The model's own most likely tokens [depths, span]."""
-    expected: Tensor
-    """The tokens of the span [span]."""
-
-    def is_greedy(self) -> list[bool]:
-        """Whether every token of the span is the likeliest one, at each depth."""
-        return (self.likeliest == self.expected).all(1).tolist()
-
-    def diverged(self) -> list[int]:
-        """Indices of the depths without a prediction."""
-        return self.nats.isnan().any(1).nonzero().flatten().tolist()
 
 
 class Scorer(Protocol):
@@ -211,68 +190,6 @@ def seeded_state(length: int, width: int, seed: int) -> Tensor:
     """A like-init state [length, width] on the CPU, the same on every machine."""
     generator = torch.Generator().manual_seed(seed)
     return draw_state((length, width), generator, torch.device("cpu"), torch.float32)
-
-
-class PromptBatch:
-    """A batch of prompts as one row of tokens, and where each answer is read."""
-
-    def __init__(self, prompts: Sequence[Prompt]) -> None:
-        parts = [
-            (bundle, owner, branches)
-            for owner, prompt in enumerate(prompts)
-            for bundle, branches in bundles(prompt)
-        ]
-        parts.sort(key=lambda part: part[0].shape)  # neighbours of one shape are computed together
-        self.bundles: list[Bundle] = [bundle for bundle, _, _ in parts]
-        self.owners = [owner for _, owner, _ in parts]
-        """The index of the prompt of each bundle."""
-        self.predictors: list[int] = []
-        """Positions in the row whose prediction is scored."""
-        self.targets: list[int] = []
-        self._spans: list[tuple[int, int, int]] = []
-        """Prompt, alternative and number of tokens, in the order of the targets."""
-        self._prompts = len(prompts)
-        start = 0
-        for bundle, owner, branches in parts:
-            for branch, alternatives in enumerate(branches):
-                for alternative in alternatives:
-                    self._add(prompts[owner], owner, alternative, start, bundle, branch)
-            start += bundle.size
-
-    def _add(
-        self, prompt: Prompt, owner: int, alternative: int, start: int, bundle: Bundle, branch: int
-    ) -> None:
-        begin, end = prompt.spans[alternative]
-        self.predictors += [start + bundle.index(branch, at - 1) for at in range(begin, end)]
-        self.targets += prompt.sequences[alternative][begin:end]
-        self._spans.append((owner, alternative, end - begin))
-
-    def answers(self, nats: Tensor, likeliest: Tensor) -> list[list[Answer]]:
-        """Values [depths, targets], given back to the alternatives they belong to."""
-        answers: list[dict[int, Answer]] = [{} for _ in range(self._prompts)]
-        expected = torch.tensor(self.targets)
-        start = 0
-        for owner, alternative, count in self._spans:
-            span = slice(start, start + count)
-            answers[owner][alternative] = Answer(nats[:, span], likeliest[:, span], expected[span])
-            start += count
-        return [[by_index[index] for index in range(len(by_index))] for by_index in answers]
-
-
-def batches(costs: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of prompts that are scored together, by falling cost, so that prompts of a batch are
-    of similar length and a lack of memory shows at once. Each batch costs at most `max_tokens`,
-    unless a single prompt costs more."""
-    batch: list[int] = []
-    total = 0
-    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        if batch and total + costs[index] > max_tokens:
-            yield batch
-            batch, total = [], 0
-        batch.append(index)
-        total += costs[index]
-    if batch:
-        yield batch
 
 
 def read_predictions(

@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from parcae.config import ConfigError
-from parcae.evaluation.prompts import SEEDS
-from parcae.evaluation.tasks import Baselines, Task, core, core_extended, tasks_named
+from parcae.evaluation.tasks import (
+    Baselines,
+    Task,
+    TaskFiles,
+    core,
+    core_extended,
+    files_of_tasks,
+    tasks_named,
+)
 from parcae.files import FileError
 from parcae.recipe import suggest
 
@@ -23,6 +30,10 @@ if TYPE_CHECKING:
     from parcae.evaluation.jobs import Job
     from parcae.evaluation.results import Samples
     from parcae.evaluation.scorer import Scorer
+
+
+SEEDS = (1234, 2345, 3456)
+"""Of the few-shot examples, by default."""
 
 
 class Suite(Protocol):
@@ -178,3 +189,11 @@ def check_data(names: Sequence[str], folder: Path | None) -> None:
         )
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder. Give the folder of task files by --eval-data.")
+
+
+def files_of(suite: str) -> TaskFiles:
+    """The task files of a suite, for `download_tasks`."""
+    entry = SUITES.get(suite)
+    if entry is None or entry.files is None:
+        raise ConfigError(f"suite: {suite!r} has no files. {suggest(suite, DOWNLOADABLE)}")
+    return files_of_tasks(*entry.files())

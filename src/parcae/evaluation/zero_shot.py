@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parcae.evaluation.items import Fields, read_lines
 from parcae.evaluation.jobs import (
     DataFile,
     PromptJob,
@@ -22,11 +21,10 @@ from parcae.evaluation.jobs import (
     standard_error,
     sums,
 )
-from parcae.evaluation.perplexity import continuations
-from parcae.evaluation.prompts import Prompt
+from parcae.evaluation.prompts import Answer, Prompt, continuations
 from parcae.evaluation.results import Samples, coverage, job_result
-from parcae.evaluation.scorer import Answer, Scorer
-from parcae.evaluation.tasks import find
+from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.tasks import Fields, find, read_lines
 
 
 class Question(NamedTuple):
