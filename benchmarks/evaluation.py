@@ -67,7 +67,7 @@ def score_together(scorer: LoopedScorer, job: InContext, items: int) -> list[lis
         for index, answers in zip(batch, scored, strict=True):
             losses[index] = [
                 answer.nats[depth].mean().item()
-                for depth in range(len(scorer.depths))
+                for depth in range(len(scorer.loops))
                 for answer in answers
             ]
     return [losses[index] for index in range(items)]

@@ -91,7 +91,7 @@ def score(
     ids = torch.tensor([one + [tokenizer.bos] * (longest - len(one)) for one in tokens])
     targets = torch.roll(ids, -1, 1)
     logits = (
-        model(ids, depths=loops, state="zero").logits if model_loops(model) else model(ids).logits
+        model(ids, loops=loops, state="zero").logits if model_loops(model) else model(ids).logits
     )
     nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     nats = nats.view(ids.shape)

@@ -61,10 +61,10 @@ class Step:
         self.optimiser.zero_grad()
 
     def ours(self, depths: Depths) -> None:
-        self.run(self.model(self.tokens, self.targets, depths=depths, state=self.state).loss)
+        self.run(self.model(self.tokens, self.targets, loops=depths, state=self.state).loss)
 
     def all_logits(self, depths: Depths) -> None:
-        logits = self.model(self.tokens, depths=depths, state=self.state).logits
+        logits = self.model(self.tokens, loops=depths, state=self.state).logits
         self.run(F.cross_entropy(logits.flatten(0, 1), self.targets.flatten()))
 
     def every_row_to_the_maximum(self, depths: Depths) -> None:

@@ -30,14 +30,14 @@ generator = torch.Generator().manual_seed(0)  # draws batches, depths and initia
 
 @torch.no_grad()
 def loss_at(loops):
-    return model(held_out[:, :-1], targets=held_out[:, 1:], depths=loops, state="zero").loss.item()
+    return model(held_out[:, :-1], targets=held_out[:, 1:], loops=loops, state="zero").loss.item()
 
 
 before = {loops: loss_at(loops) for loops in (1, 2, 4, 8)}
 optimiser = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
 for _ in range(args.steps):
     rows = training[torch.randint(len(training), (8,), generator=generator)]
-    loss = model(rows[:, :-1], targets=rows[:, 1:], depths="sample", generator=generator).loss
+    loss = model(rows[:, :-1], targets=rows[:, 1:], loops="sample", generator=generator).loss
     loss.backward()
     optimiser.step()
     optimiser.zero_grad()

@@ -29,7 +29,7 @@ recipe = {
         "split_long": True,  # documents longer than the context become several rows
     },
     "budget": {"steps": args.steps},
-    "run": {"validation_depths": [1, 2, 4, 8], "validation_rows": 32},
+    "run": {"validation_loops": [1, 2, 4, 8], "validation_rows": 32},
 }
 result = parcae.train(recipe, args.out)
 for loops, loss in result.losses.items():

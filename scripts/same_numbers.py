@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import inspect
 import json
 import os
 import subprocess
@@ -59,12 +60,14 @@ def preset_logits() -> dict[str, Any]:
     for name in parcae.PRESETS:
         print(name, file=sys.stderr, flush=True)
         model = parcae.create(name, seed=0).eval()
+        # earlier versions call the number of loops `depths`
+        keyword = "loops" if "loops" in inspect.signature(model.forward).parameters else "depths"
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(model.config.vocab_size, (2, 6), generator=generator)
         torch.manual_seed(0)  # draws the initial state of the loop
         with torch.no_grad():
-            depths = None if model.config.architecture == "transformer" else 2
-            output = model(tokens, depths=depths).logits
+            loops = {} if model.config.architecture == "transformer" else {keyword: 2}
+            output = model(tokens, **loops).logits
         digest = hashlib.sha256(output.contiguous().numpy().tobytes()).hexdigest()
         logits[name] = {"sha256": digest, "first": output[0, 0, :3].tolist()}
         del model
@@ -104,7 +107,7 @@ def scores(run: Path, out: Path) -> dict[str, Any]:
 
 
 def table_of_runs() -> str:
-    """Three budgets, five mean loops, two test depths: losses of a law with a little noise."""
+    """Three budgets, five mean loops, two test loops: losses of a law with a little noise."""
     import random
 
     draw = random.Random(0)

@@ -62,7 +62,7 @@ def true_logits(model: LanguageModel, tokens: Sequence[int], loops: int) -> Tens
     """[S, V], by a forward that knows no cache."""
     with torch.no_grad():
         if isinstance(model, LoopedModel):
-            output = model(torch.tensor([list(tokens)]), depths=loops, state="zero")
+            output = model(torch.tensor([list(tokens)]), loops=loops, state="zero")
         else:
             output = model(torch.tensor([list(tokens)]))
     return output.logits[0]

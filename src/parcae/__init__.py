@@ -1,7 +1,7 @@
 """Train, study and run looped language models that are stable by construction.
 
     model = parcae.create("parcae-10m")             # any name in parcae.PRESETS
-    logits = model(tokens, depths=8).logits         # the same weights, looped 8 times
+    logits = model(tokens, loops=8).logits         # the same weights, looped 8 times
     parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
     model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
     parcae.evaluate("runs/first", loops=(1, 4, 8))  # or `parcae eval runs/first --loops 1,4,8`

@@ -34,12 +34,16 @@ def build(table: type[S], values: Mapping[str, Any]) -> S:
     """A table of settings from plain values, such as a recipe's; an unknown key is an error.
 
     Values are checked by the table itself (see `parcae.schema`); here they only get its form: a
-    mapping becomes a table, a list a tuple, and "none" no value.
+    mapping becomes a table, a list a tuple, and "none" no value. Keys may have their name in an
+    earlier version.
     """
     hints = type_hints(table)
-    names = [field.name for field in dataclasses.fields(table)]  # type: ignore[arg-type]
+    fields = dataclasses.fields(table)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    renamed = {field.metadata.get("was"): field.name for field in fields}
     arguments = {}
-    for name, value in values.items():
+    for key, value in values.items():
+        name = renamed.get(key, key)
         if name not in names:
             raise ConfigError(f"{table.key(name)}: no such key. {suggest(name, names)}")
         arguments[name] = _in_form(hints[name], value)

@@ -68,7 +68,7 @@ def test_bundles_equal_each_sequence_alone(model, several):
         for sequence, span, answer in zip(prompt.sequences, prompt.spans, answers, strict=True):
             ids = torch.tensor([sequence])
             for place, depth in enumerate(depths):
-                options = {"depths": depth, "state": "zero"} if looped else {}
+                options = {"loops": depth, "state": "zero"} if looped else {}
                 with torch.no_grad():
                     logits = model(ids, **options).logits[0, span.start - 1 : span.end - 1]
                 nats = -logits.log_softmax(-1).gather(1, ids[0, span.start : span.end, None])[:, 0]

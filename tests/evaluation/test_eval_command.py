@@ -162,7 +162,7 @@ def test_further_depths_are_added(suite, checkpoint, task_folder, tmp_path, monk
     inner = LoopedScorer.score
 
     def score(self, *given):
-        depths.add(self.depths)
+        depths.add(self.loops)
         return inner(self, *given)
 
     monkeypatch.setattr(LoopedScorer, "score", score)
@@ -208,10 +208,10 @@ def test_a_changed_task_file_is_scored_again(scorer, tmp_path):
     samples = Samples(tmp_path, {"model": "m"})
     job = Passages("lambada", passages, DataFile(path, "test"))
     assert list(score_job(job, scorer, samples, range(2))) == [0, 2]
-    assert not samples.missing(job, scorer.depths)
+    assert not samples.missing(job, scorer.loops)
     path.write_text("second")
     changed = Passages("lambada", passages, DataFile(path, "test"))
-    assert samples.missing(changed, scorer.depths) == {scorer.depths: {0, 1}}
+    assert samples.missing(changed, scorer.loops) == {scorer.loops: {0, 1}}
 
 
 def test_a_file_and_its_gz_are_the_same_data(tmp_path):

@@ -122,7 +122,7 @@ def test_parcae_models_start_with_bos(scorer, small_model):
         return [scorer.bos] * special + scorer.encode(text)
 
     def predict(ids):
-        return small_model(ids, depths=1, state="zero").logits
+        return small_model(ids, loops=1, state="zero").logits
 
     assert_alike(scorer, Theirs(tokenise, predict, scorer.bos, scorer.context_length))
 

@@ -12,7 +12,7 @@ import pytest
 import parcae
 from parcae import cli
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.loss import losses_by_depth
+from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.run import evaluate
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
@@ -65,7 +65,7 @@ def test_the_loss_is_that_of_the_rows_in_batches_of_eight(run):
     corpora = open_corpora(recipe, run)
     model = parcae.load(run)
     table = corpora.bytes_of_token()
-    expected = losses_by_depth(model, corpora.validation(recipe, 8), (1, 3), table)
+    expected = totals_by_loops(model, corpora.validation(recipe, 8), (1, 3), table).finish()
     found = evaluate(run, loops=(1, 3), limit=18)
     assert found.suites["val"]["rows"] == 18
     assert [record["rows"] for record in found.records] == [8, 8, 2]

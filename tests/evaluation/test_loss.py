@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from conftest import KINDS, randomised, tiny
 from parcae.config import ConfigError, LoopConfig
-from parcae.evaluation.loss import Totals, losses_by_depth, totals_by_depth
+from parcae.evaluation.loss import Totals, totals_by_loops
 
 TRANSFORMER = tiny(
     architecture="transformer",
@@ -39,13 +39,13 @@ def batches(count: int = 3, rows: int = 2, length: int = 9, ignored: bool = Fals
 def test_equals_the_loss_of_the_model(kind):
     model = randomised(KINDS.get(kind, TRANSFORMER))
     looped = kind != "transformer"
-    depths = (1, 3, 5) if looped else (1,)
+    loops = (1, 3, 5) if looped else (1,)
     (tokens, targets), *_ = given = batches(1)
-    measured = losses_by_depth(model, given, depths)
-    assert list(measured) == sorted(depths)
+    measured = totals_by_loops(model, given, loops).finish()
+    assert list(measured) == sorted(loops)
     for depth, one in measured.items():
         options = {"state": "zero"} if looped else {}
-        expected = model(tokens, targets, depths=depth, **options).loss.item()
+        expected = model(tokens, targets, loops=depth, **options).loss.item()
         assert one.loss == pytest.approx(expected, rel=1e-5)
         assert one.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
         assert one.bits_per_byte is None
@@ -56,7 +56,7 @@ def test_bits_per_byte_by_hand_over_uneven_batches_with_ignored_targets():
     given = batches(3, ignored=True)
     nats = text_nats = tokens_seen = bytes_seen = 0.0
     for tokens, targets in given:
-        logits = model(tokens, depths=4, state="zero").logits.detach()
+        logits = model(tokens, loops=4, state="zero").logits.detach()
         for row in range(len(tokens)):
             for place in range(tokens.shape[1]):
                 target = int(targets[row, place])
@@ -67,7 +67,7 @@ def test_bits_per_byte_by_hand_over_uneven_batches_with_ignored_targets():
                 text_nats += loss if BYTES[target] > 0 else 0.0
                 tokens_seen += 1
                 bytes_seen += int(BYTES[target])
-    measured = losses_by_depth(model, given, [4], BYTES)[4]
+    measured = totals_by_loops(model, given, [4], BYTES).finish()[4]
     assert measured.loss == pytest.approx(nats / tokens_seen, rel=1e-5)
     bits = text_nats / math.log(2) / bytes_seen
     assert measured.bits_per_byte == pytest.approx(bits, rel=1e-5)
@@ -82,8 +82,8 @@ def test_special_targets_count_in_the_loss_and_not_in_bits_per_byte():
     table = BYTES.clamp(min=1)
     table[0] = 0
     text_only = targets.masked_fill(targets == 0, -100)
-    whole = losses_by_depth(model, [(tokens, targets)], (1, 3), table)
-    text = losses_by_depth(model, [(tokens, text_only)], (1, 3), table)
+    whole = totals_by_loops(model, [(tokens, targets)], (1, 3), table).finish()
+    text = totals_by_loops(model, [(tokens, text_only)], (1, 3), table).finish()
     for depth in (1, 3):
         expected = text[depth].bits_per_byte
         assert whole[depth].bits_per_byte == pytest.approx(expected, rel=1e-5)
@@ -93,27 +93,27 @@ def test_special_targets_count_in_the_loss_and_not_in_bits_per_byte():
 def test_totals_of_several_processes_add_up():
     model = randomised(KINDS["parcae"])
     given = batches(3)
-    whole = totals_by_depth(model, given, (2, 1), BYTES)
-    parts = [totals_by_depth(model, [one], (1, 2), BYTES) for one in given]
-    nothing = totals_by_depth(model, [], (1, 2), BYTES)
+    whole = totals_by_loops(model, given, (2, 1), BYTES)
+    parts = [totals_by_loops(model, [one], (1, 2), BYTES) for one in given]
+    nothing = totals_by_loops(model, [], (1, 2), BYTES)
     added = parts[0] + parts[1] + parts[2] + nothing
     torch.testing.assert_close(added.counts, whole.counts)
     assert added.counts.dtype == torch.float64
     assert added.tokens == sum(targets.numel() for _, targets in given)
-    again = Totals(whole.depths, whole.counts.clone())
-    assert again.finish() == losses_by_depth(model, given, (1, 2), BYTES)
+    again = Totals(whole.loops, whole.counts.clone())
+    assert again.finish() == totals_by_loops(model, given, (1, 2), BYTES).finish()
 
 
-def test_totals_at_different_depths_do_not_add():
+def test_totals_at_different_loops_do_not_add():
     model = randomised(KINDS["parcae"])
     with pytest.raises(ValueError, match="cannot add totals"):
-        totals_by_depth(model, [], (1,)) + totals_by_depth(model, [], (2,))
+        totals_by_loops(model, [], (1,)) + totals_by_loops(model, [], (2,))
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_and_gradients_are_unchanged(training):
     model = randomised(KINDS["parcae"]).train(training)
-    losses_by_depth(model, batches(1), (1, 2))
+    totals_by_loops(model, batches(1), (1, 2)).finish()
     assert model.training is training
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -122,14 +122,17 @@ def test_a_batch_without_targets_does_not_count():
     model = randomised(KINDS["parcae"])
     given = batches(2)
     empty = (given[0][0], torch.full_like(given[0][1], -100))
-    assert losses_by_depth(model, [*given, empty], (2,)) == losses_by_depth(model, given, (2,))
+    assert (
+        totals_by_loops(model, [*given, empty], (2,)).finish()
+        == totals_by_loops(model, given, (2,)).finish()
+    )
 
 
 def test_a_broken_model_is_not_hidden():
     model = randomised(KINDS["parcae"])
     with torch.no_grad():
         model.embed.weight.fill_(torch.nan)
-    measured = losses_by_depth(model, batches(1), (1,))[1]
+    measured = totals_by_loops(model, batches(1), (1,)).finish()[1]
     assert math.isnan(measured.loss)
     assert math.isnan(measured.perplexity)
 
@@ -137,17 +140,17 @@ def test_a_broken_model_is_not_hidden():
 def test_mistakes():
     model = randomised(KINDS["parcae"])
     with pytest.raises(ConfigError, match="at least one batch"):
-        losses_by_depth(model, [], (1,))
-    with pytest.raises(ConfigError, match="depths"):
-        losses_by_depth(model, batches(1), ())
+        totals_by_loops(model, [], (1,)).finish()
+    with pytest.raises(ConfigError, match="loops"):
+        totals_by_loops(model, batches(1), ()).finish()
     with pytest.raises(ValueError, match="at least one"):
-        losses_by_depth(model, batches(1), (0,))
+        totals_by_loops(model, batches(1), (0,)).finish()
     with pytest.raises(ValueError, match="Give the table of the tokenizer"):
-        losses_by_depth(model, batches(1), (1,), BYTES[:5])
+        totals_by_loops(model, batches(1), (1,), BYTES[:5]).finish()
     with pytest.raises(ValueError, match="no loop"):
-        losses_by_depth(randomised(TRANSFORMER), batches(1), (1, 2))
+        totals_by_loops(randomised(TRANSFORMER), batches(1), (1, 2)).finish()
 
 
 def test_no_bytes_at_all_is_not_a_number_of_bits():
     model = randomised(KINDS["parcae"])
-    assert losses_by_depth(model, batches(1), (1,), BYTES * 0)[1].bits_per_byte is None
+    assert totals_by_loops(model, batches(1), (1,), BYTES * 0).finish()[1].bits_per_byte is None

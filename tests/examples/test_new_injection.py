@@ -116,7 +116,7 @@ def test_it_decodes_what_a_whole_forward_predicts(trained):
     generated = parcae.generate(model, ids, new_tokens=8, temperature=0)
     tokens = list(ids)
     for _ in range(8):
-        logits = model(torch.tensor([tokens]), depths=4, state="zero").logits
+        logits = model(torch.tensor([tokens]), loops=4, state="zero").logits
         tokens.append(int(logits[0, -1].argmax()))
     assert list(generated)[-8:] == tokens[-8:]
 

@@ -25,7 +25,7 @@ def test_exact_decoding_has_the_loss_of_a_forward(kind):
     found = decode_forced(
         Network(model), ROWS, DepthPlan(loops=3), prompt=5, on_step=lambda: steps.append(1)
     )
-    logits = model(ROWS[:, :-1], depths=3, state="zero").logits[:, 5:]
+    logits = model(ROWS[:, :-1], loops=3, state="zero").logits[:, 5:]
     expected = F.cross_entropy(logits.transpose(1, 2), ROWS[:, 6:], reduction="none")
     torch.testing.assert_close(found.nats, expected, atol=1e-4, rtol=0)
     assert found.loss == pytest.approx(float(expected.mean()), abs=1e-4)

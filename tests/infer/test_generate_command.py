@@ -89,7 +89,7 @@ def test_json_tells_all(capsys, model, folder):
     assert told["cache_bytes"] == 64 * told["cache_bytes_per_token"]
     assert told["weight_bytes"] == Network(model).weight_bytes
     row = torch.tensor([[*IDS, *made]])
-    chances = model(row, depths=4, state="zero").logits[0].log_softmax(-1)
+    chances = model(row, loops=4, state="zero").logits[0].log_softmax(-1)
     for place, one in enumerate(told["logprobs"]):
         here = chances[len(IDS) - 1 + place]
         assert one["token"] == made[place]

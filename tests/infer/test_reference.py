@@ -16,14 +16,14 @@ PROMPT = [5, 17, 80]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depths", [None, 1, 6])
-def test_greedy_is_the_argmax_of_a_forward(kind, depths):
+@pytest.mark.parametrize("loops", [None, 1, 6])
+def test_greedy_is_the_argmax_of_a_forward(kind, loops):
     model = randomised(KINDS[kind])
     tokens = list(PROMPT)
     for _ in range(5):
-        logits = model(torch.tensor([tokens]), depths=depths or 4, state="zero").logits
+        logits = model(torch.tensor([tokens]), loops=loops or 4, state="zero").logits
         tokens.append(int(logits[0, -1].argmax()))
-    made = generate(model, PROMPT, new_tokens=5, loops=depths, temperature=0)
+    made = generate(model, PROMPT, new_tokens=5, loops=loops, temperature=0)
     assert made == tokens[3:]
 
 
@@ -59,7 +59,7 @@ def test_a_full_context_ends_the_text_as_in_the_engine():
     tokens = list(range(10, 15))
     for _ in range(2):  # the last token is predicted from a full context
         window = torch.tensor([tokens])
-        tokens.append(int(model(window, depths=2, state="zero").logits[0, -1].argmax()))
+        tokens.append(int(model(window, loops=2, state="zero").logits[0, -1].argmax()))
     assert generate(model, range(10, 15), new_tokens=5, loops=2, temperature=0) == tokens[5:]
     engine = Engine(model)
     completion = engine.generate(range(10, 15), new_tokens=5, loops=2, temperature=0)
@@ -81,7 +81,7 @@ def test_a_penalty_looks_at_prompt_and_text():
     model = randomised(KINDS["parcae"])
     tokens = list(PROMPT)
     for _ in range(8):
-        logits = model(torch.tensor([tokens]), depths=4, state="zero").logits[0, -1]
+        logits = model(torch.tensor([tokens]), loops=4, state="zero").logits[0, -1]
         for token in set(tokens):
             logits[token] *= 0.25 if logits[token] > 0 else 4.0
         tokens.append(int(logits.argmax()))
@@ -107,7 +107,7 @@ def test_leaves_no_gradient_behind():
         ({"new_tokens": 0}, "new_tokens"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_k": 0}, "top_k"),
-        ({"loops": 0}, "depths"),
+        ({"loops": 0}, "loops"),
     ],
 )
 def test_mistakes(changes, message):

@@ -31,7 +31,7 @@ def run(model, loops, seed=0):
     state = torch.randn(*shape, model.config.core_block.width, generator=generator)
     model.zero_grad()
     depths = Depths.truncated(loops, 2)
-    loss = model(tokens, targets, depths=depths, state=state).loss
+    loss = model(tokens, targets, loops=depths, state=state).loss
     loss.backward()
     return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
 
@@ -80,8 +80,8 @@ def test_the_whole_model_wrapped_gives_the_same_numbers():
     eager = randomised(config)
     tokens = torch.randint(96, (4, 7))
     with torch.no_grad():
-        ours = wrapped(tokens, depths=[3, 1, 2, 3], state="zero").logits
-        theirs = eager(tokens, depths=[3, 1, 2, 3], state="zero").logits
+        ours = wrapped(tokens, loops=[3, 1, 2, 3], state="zero").logits
+        theirs = eager(tokens, loops=[3, 1, 2, 3], state="zero").logits
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
@@ -92,8 +92,8 @@ def test_the_whole_model_wrapped_compiles_its_layers_once_for_every_depth():
 
     def difference(loops: int) -> float:
         with torch.no_grad():
-            ours = wrapped(tokens, depths=loops, state="zero").logits
-            return float((ours - eager(tokens, depths=loops, state="zero").logits).abs().max())
+            ours = wrapped(tokens, loops=loops, state="zero").logits
+            return float((ours - eager(tokens, loops=loops, state="zero").logits).abs().max())
 
     assert difference(2) < 1e-5
     first = compilations()

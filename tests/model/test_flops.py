@@ -45,7 +45,7 @@ def test_our_adder_agrees_with_flop_counter_mode():
     every_loop = Depths((3,) * ROWS, (3,) * ROWS)
 
     def run(model):
-        model(tokens, depths=every_loop, state="zero").logits.sum().backward()
+        model(tokens, loops=every_loop, state="zero").logits.sum().backward()
 
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as reference:
         run(model)
@@ -64,7 +64,7 @@ def test_forward(kind, loops):
 
     def run(model):
         with torch.no_grad():
-            model(tokens, depths=loops, state="zero")
+            model(tokens, loops=loops, state="zero")
 
     ours = ROWS * LENGTH * flops.token_flops(config, LENGTH).forward(loops)
     assert counted(create(config), run) == ours
@@ -77,7 +77,7 @@ def test_training_pass_with_mixed_depths(kind):
     depths = Depths.truncated([1, 5, 2], backprop_loops=2)
 
     def run(model):
-        logits = model(tokens, depths=depths, state="zero").logits
+        logits = model(tokens, loops=depths, state="zero").logits
         cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
 
     assert counted(create(config), run) == flops.executed(config, depths, LENGTH)

@@ -64,7 +64,7 @@ def test_gradient_reaches_the_state_of_rows_without_no_grad_loops(model):
 
     def gradient(rows, depths):
         leaf = state[rows].clone().requires_grad_()
-        model(TOKENS[rows], depths=depths, state=leaf).logits[0].sum().backward()
+        model(TOKENS[rows], loops=depths, state=leaf).logits[0].sum().backward()
         return leaf.grad
 
     alone, together = gradient([0], [2]), gradient([0, 1], [2, 6])
@@ -75,15 +75,15 @@ def test_gradient_reaches_the_state_of_rows_without_no_grad_loops(model):
 
 def test_a_frozen_model_builds_no_graph():
     frozen = randomised(KINDS["parcae"]).requires_grad_(False)
-    assert not frozen(TOKENS, depths=[2, 6], state="zero").logits.requires_grad
+    assert not frozen(TOKENS, loops=[2, 6], state="zero").logits.requires_grad
 
 
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"depths": 0}, "at least one"),
-        ({"depths": [3, -1]}, "at least one"),
-        ({"depths": "deep"}, "sample"),
+        ({"loops": 0}, "at least one"),
+        ({"loops": [3, -1]}, "at least one"),
+        ({"loops": "deep"}, "sample"),
         ({"state": torch.zeros(2, 6, 47)}, "floats shaped"),
         ({"state": torch.zeros(2, 6, 48, dtype=torch.long)}, "floats shaped"),
         ({"state": "random"}, "like-init"),
@@ -98,8 +98,8 @@ def test_bad_settings(model, settings, error):
 def test_int32_tokens_and_ignored_targets(model):
     targets = TOKENS.clone()
     targets[0] = -100
-    half = model(TOKENS.int(), targets=targets, depths=2, state="zero").loss
-    second = model(TOKENS[1:], targets=TOKENS[1:], depths=2, state="zero").loss
+    half = model(TOKENS.int(), targets=targets, loops=2, state="zero").loss
+    second = model(TOKENS[1:], targets=TOKENS[1:], loops=2, state="zero").loss
     assert torch.allclose(half, second, atol=1e-6)
 
 
@@ -107,8 +107,8 @@ def test_loss_is_the_cross_entropy_of_the_logits(model):
     tokens = torch.randint(96, (40, 30))
     targets = torch.randint(96, (40, 30))  # more positions than one chunk of the loss
     with torch.no_grad():
-        logits = model(tokens, depths=2, state="zero").logits
-        loss = model(tokens, targets=targets, depths=2, state="zero").loss
+        logits = model(tokens, loops=2, state="zero").logits
+        loss = model(tokens, targets=targets, loops=2, state="zero").loss
     oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert torch.allclose(loss, oracle, atol=1e-6)
     assert logits.dtype == torch.float32
@@ -116,21 +116,21 @@ def test_loss_is_the_cross_entropy_of_the_logits(model):
 
 def test_zero_state_and_seeded_state_repeat(model):
     def seeded(seed):
-        return model(TOKENS, depths=3, generator=torch.Generator().manual_seed(seed)).logits
+        return model(TOKENS, loops=3, generator=torch.Generator().manual_seed(seed)).logits
 
     with torch.no_grad():
         assert torch.equal(seeded(1), seeded(1))
         assert not torch.equal(seeded(1), seeded(2))
-        zero = [model(TOKENS, depths=3, state="zero").logits for _ in range(2)]
+        zero = [model(TOKENS, loops=3, state="zero").logits for _ in range(2)]
         assert torch.equal(*zero)
         given = torch.zeros(2, 6, 48)
-        assert torch.equal(zero[0], model(TOKENS, depths=3, state=given).logits)
+        assert torch.equal(zero[0], model(TOKENS, loops=3, state=given).logits)
 
 
 def test_like_init_is_a_truncated_normal(model):
     state = model(
         torch.zeros(8, 32, dtype=torch.long),
-        depths=1,
+        loops=1,
         state="like-init",
         generator=torch.Generator().manual_seed(0),
         trajectory=("states",),
@@ -144,7 +144,7 @@ def test_sampled_depths_come_from_the_generator(model):
     tokens = TOKENS.repeat(20, 1)
 
     def drawn(seed):
-        return model(tokens, depths="sample", generator=torch.Generator().manual_seed(seed)).depths
+        return model(tokens, loops="sample", generator=torch.Generator().manual_seed(seed)).depths
 
     with torch.no_grad():
         assert drawn(0) == drawn(0)
@@ -193,7 +193,7 @@ def test_wide_state_and_any_placement_of_the_loop():
         {"tied_embeddings": False},
     ):
         model = parcae.create(tiny(**changes))
-        out = model(TOKENS, depths=[1, 4], state="zero")
+        out = model(TOKENS, loops=[1, 4], state="zero")
         assert out.logits.shape == (2, 6, 96)
         assert out.state.shape[-1] == model.config.core_block.width
         out.logits.square().mean().backward()
@@ -203,17 +203,17 @@ def test_wide_state_and_any_placement_of_the_loop():
 def test_transformer_has_no_depth():
     model = parcae.create("transformer-1m", vocab_size=96)
     for depths in (None, 1, [1, 1], "sample", torch.tensor([1, 1]), parcae.Depths((1, 1), (1, 1))):
-        assert model(TOKENS, depths=depths).logits.shape == (2, 6, 96)
+        assert model(TOKENS, loops=depths).logits.shape == (2, 6, 96)
     with pytest.raises(ValueError, match="no loop"):
-        model(TOKENS, depths=4)
+        model(TOKENS, loops=4)
 
 
 def test_bfloat16_weights_run():
     model = randomised(KINDS["parcae"]).bfloat16()
-    logits = model(TOKENS, depths=[1, 3], state="zero").logits
+    logits = model(TOKENS, loops=[1, 3], state="zero").logits
     assert logits.dtype == torch.float32
     assert logits.isfinite().all()
-    loss = model(TOKENS, targets=TOKENS, depths=[1, 3], state="zero").loss
+    loss = model(TOKENS, targets=TOKENS, loops=[1, 3], state="zero").loss
     assert loss.dtype == torch.float32
     oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
     assert abs(loss - oracle) < 0.02  # the logits come from products in bfloat16
@@ -222,8 +222,8 @@ def test_bfloat16_weights_run():
 
 def test_loss_keeps_its_precision_under_autocast(model):
     with torch.autocast("cpu", torch.bfloat16):
-        logits = model(TOKENS, depths=2, state="zero").logits
-        loss = model(TOKENS, targets=TOKENS, depths=2, state="zero").loss
+        logits = model(TOKENS, loops=2, state="zero").logits
+        loss = model(TOKENS, targets=TOKENS, loops=2, state="zero").loss
     oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
     assert logits.dtype == loss.dtype == torch.float32
     assert abs(loss - oracle) < 0.02  # the logits come from products in bfloat16

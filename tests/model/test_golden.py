@@ -31,12 +31,12 @@ def test_logits_loss_and_every_gradient(fixture):
     with torch.no_grad():
         if name in LOOPED:
             for loops in (1, 2, 4, 8, 16):
-                logits = model(tokens, depths=loops).logits
+                logits = model(tokens, loops=loops).logits
                 assert (logits - golden[f"logits_T{loops}"]).abs().max() < 1e-4, loops
         else:
             assert (model(tokens).logits - golden["logits"]).abs().max() < 1e-4
 
-    depths = {"depths": golden["depths"]} if name in LOOPED else {}
+    depths = {"loops": golden["depths"]} if name in LOOPED else {}
     loss = model(tokens, targets=golden["labels"], **depths).loss
     assert abs(loss - golden["loss"]) < 1e-5
     loss.backward()
@@ -174,7 +174,7 @@ def test_every_placement_of_the_loop(shared_data, tmp_path, layers, mean, backpr
     tokens = torch.arange(12).view(2, 6)
     depths = parcae.Depths((2, 3), (1, 1))
     with torch.no_grad():
-        ours = model(tokens, depths=depths).logits
+        ours = model(tokens, loops=depths).logits
         oracle = reference.forward(model, tokens, None, depths, torch.zeros(2, 6, 48))
     assert torch.allclose(ours, oracle, atol=1e-4)
 

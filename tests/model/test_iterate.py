@@ -27,7 +27,7 @@ def test_states_are_those_of_a_forward(kind, state):
     assert not any(h.requires_grad for h in seen)
     for t, h in enumerate(seen, 1):
         same = torch.Generator().manual_seed(5)
-        expected = model(tokens, depths=t, state=state, generator=same).state
+        expected = model(tokens, loops=t, state=state, generator=same).state
         torch.testing.assert_close(h, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -58,15 +58,15 @@ def test_readings_are_what_the_head_reads(kind):
     model = randomised(KINDS[kind])
     tokens = some_tokens(model.config)
     for depth, x in model.readings(tokens, (1, 3), "zero"):
-        expected = model(tokens, depths=depth, state="zero").logits
+        expected = model(tokens, loops=depth, state="zero").logits
         torch.testing.assert_close(model.logits(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("depths", [[0], [-1], [1.5], [True]])
-def test_impossible_depths(depths):
+@pytest.mark.parametrize("loops", [[0], [-1], [1.5], [True]])
+def test_impossible_loops(loops):
     model = randomised(KINDS["parcae"])
-    with pytest.raises((TypeError, ValueError), match="depths"):
-        list(model.readings(some_tokens(model.config), depths, "zero"))
+    with pytest.raises((TypeError, ValueError), match="loops"):
+        list(model.readings(some_tokens(model.config), loops, "zero"))
 
 
 def test_wrong_tokens_are_refused_at_once():

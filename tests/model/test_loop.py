@@ -42,7 +42,7 @@ def mean_of_rows(model, tokens, targets, state, depths):
         model(
             tokens[i : i + 1],
             targets[i : i + 1],
-            depths=Depths((depths.loops[i],), (depths.gradient_loops[i],)),
+            loops=Depths((depths.loops[i],), (depths.gradient_loops[i],)),
             state=state[i : i + 1],
         ).loss
         for i in range(len(tokens))
@@ -56,11 +56,11 @@ def test_equals_plain_version_masked_to_the_maximum(kind):
     model = randomised(config)
     tokens, targets, state = batch(config, rows=5)
     depths = Depths.truncated([3, 1, 6, 2, 6], backprop_loops=2)
-    loss = model(tokens, targets, depths=depths, state=state).loss
+    loss = model(tokens, targets, loops=depths, state=state).loss
     oracle = reference.forward(model, tokens, targets, depths, state)
     assert abs(loss - oracle) < 2e-6
     assert_same_gradients(gradients(model, loss), gradients(model, oracle))
-    logits = model(tokens, depths=depths, state=state).logits
+    logits = model(tokens, loops=depths, state=state).logits
     assert torch.allclose(logits, reference.forward(model, tokens, None, depths, state), atol=1e-5)
 
 
@@ -76,7 +76,7 @@ def test_equals_each_row_alone(loops, backprop, kind, seed):
     model = randomised(config)
     tokens, targets, state = batch(config, len(loops), seed)
     depths = Depths.truncated(loops, backprop)
-    together = model(tokens, targets, depths=depths, state=state).loss
+    together = model(tokens, targets, loops=depths, state=state).loss
     apart = mean_of_rows(model, tokens, targets, state, depths)
     assert abs(together - apart) < 2e-6
     assert_same_gradients(gradients(model, together), gradients(model, apart))
@@ -90,10 +90,10 @@ def test_order_and_neighbours_do_not_matter(order):
     tokens, _, state = batch(config, 5)
     loops = [4, 1, 7, 2, 3]
     with torch.no_grad():
-        straight = model(tokens, depths=loops, state=state)
+        straight = model(tokens, loops=loops, state=state)
         pick = list(order)
-        permuted = model(tokens[pick], depths=[loops[i] for i in pick], state=state[pick])
-        without_neighbours = model(tokens[2:3], depths=7, state=state[2:3])
+        permuted = model(tokens[pick], loops=[loops[i] for i in pick], state=state[pick])
+        without_neighbours = model(tokens[2:3], loops=7, state=state[2:3])
     assert torch.allclose(straight.logits[pick], permuted.logits, atol=1e-5)
     assert torch.allclose(straight.state[pick], permuted.state, atol=1e-5)
     assert torch.allclose(straight.logits[2:3], without_neighbours.logits, atol=1e-5)
@@ -108,7 +108,7 @@ def test_row_loops_executed_equal_row_loops_needed(with_gradient):
     executed = []
     hook = model.loop.core.register_forward_pre_hook(lambda _, args: executed.append(len(args[0])))
     with torch.set_grad_enabled(with_gradient):
-        model(tokens, targets, depths=loops, state="zero")
+        model(tokens, targets, loops=loops, state="zero")
     hook.remove()
     assert sum(executed) / sum(loops) == 1.0
     assert len(executed) == 9  # with gradient: 7 passes without it, then 2 with it
@@ -132,11 +132,11 @@ def test_every_sequence_gets_exactly_its_gradient_loops():
             start = state[row : row + 1]
             if total > carried:
                 with torch.no_grad():
-                    start = model(one[0], depths=total - carried, state=start).state
+                    start = model(one[0], loops=total - carried, state=start).state
             depths = Depths((carried,), (carried,))
-            return gradients(model, model(*one, depths=depths, state=start).loss)
+            return gradients(model, model(*one, loops=depths, state=start).loss)
 
-        full = model(*one, depths=Depths.truncated([total], backprop), state=state[row : row + 1])
+        full = model(*one, loops=Depths.truncated([total], backprop), state=state[row : row + 1])
         truncated = gradients(model, full.loss)
         assert_same_gradients(truncated, restarted(expected))
         for other in {expected - 1, expected + 1} & set(range(1, total + 1)):
@@ -149,13 +149,13 @@ def test_trajectory_follows_each_row_to_its_end():
     model = randomised(config)
     tokens, targets, state = batch(config, 3)
     loops = [2, 5, 1]
-    out = model(tokens, depths=loops, state=state, trajectory=True)
+    out = model(tokens, loops=loops, state=state, trajectory=True)
     seen = out.trajectory
     assert seen.states.shape[0] == 6
     assert torch.equal(seen.states[0], state)
     for t in range(1, 6):
         with torch.no_grad():
-            alone = [model(tokens[i : i + 1], depths=min(t, n), state=state[i : i + 1])
+            alone = [model(tokens[i : i + 1], loops=min(t, n), state=state[i : i + 1])
                      for i, n in enumerate(loops)]  # fmt: skip
         states = torch.cat([a.state for a in alone])
         assert torch.allclose(seen.states[t], states, atol=1e-5)
@@ -169,7 +169,7 @@ def test_trajectory_follows_each_row_to_its_end():
                 assert torch.allclose(moved, norm)
     assert torch.allclose(seen.states[-1], out.state, atol=1e-6)
     assert not seen.states.requires_grad
-    with_targets = model(tokens, targets, depths=loops, state=state, trajectory=("residuals",))
+    with_targets = model(tokens, targets, loops=loops, state=state, trajectory=("residuals",))
     assert with_targets.trajectory.states is None
     assert with_targets.trajectory.residuals.shape == (5, 3, LENGTH)
     assert torch.allclose(with_targets.trajectory.residuals, seen.residuals, 1e-4, equal_nan=True)
@@ -180,7 +180,7 @@ def test_nothing_is_stashed_between_calls():
     model = randomised(config)
     before = set(dir(model)) | {f"{n}.{k}" for n, m in model.named_modules() for k in vars(m)}
     tokens, targets, _ = batch(config, 2)
-    model(tokens, targets, depths=[1, 3], trajectory=True).loss.backward()
+    model(tokens, targets, loops=[1, 3], trajectory=True).loss.backward()
     after = set(dir(model)) | {f"{n}.{k}" for n, m in model.named_modules() for k in vars(m)}
     assert before == after
 
@@ -191,11 +191,11 @@ def test_the_state_of_the_caller_is_left_alone(loops):
     model = randomised(config)
     tokens, targets, state = batch(config, 3)
     before = state.clone()
-    model(tokens, targets, depths=loops, state=state).loss.backward()
+    model(tokens, targets, loops=loops, state=state).loss.backward()
     assert not state.requires_grad
     assert state.grad is None
     assert torch.equal(state, before)
     state.requires_grad_()  # a caller who asks for the gradient gets it
-    model(tokens, targets, depths=Depths((2,) * 3, (2,) * 3), state=state).loss.backward()
+    model(tokens, targets, loops=Depths((2,) * 3, (2,) * 3), state=state).loss.backward()
     assert state.grad is not None
     assert state.grad.abs().sum() > 0

@@ -50,7 +50,7 @@ def test_each_row_is_a_forward_at_that_depth(kind):
     assert trace.loss.shape == trace.change.shape == trace.predicted.shape == (6, 6)
     before = torch.zeros(())
     for loops in range(1, 7):
-        seen = model(row[:, :-1], depths=loops, state="zero")
+        seen = model(row[:, :-1], loops=loops, state="zero")
         loss = F.cross_entropy(seen.logits[0], row[0, 1:], reduction="none")
         torch.testing.assert_close(trace.loss[loops - 1], loss.detach(), rtol=1e-5, atol=1e-5)
         assert torch.equal(trace.predicted[loops - 1], seen.logits[0].argmax(-1))

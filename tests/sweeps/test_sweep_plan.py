@@ -58,7 +58,7 @@ def test_tokens_are_those_a_count_by_hand_gives():
             if ".core.blocks." in name
         )
         assert run.effective_parameters == run.parameters + (run.mean_loops - 1) * core
-        assert run.recipe.validation_depths == (1, 2, 3, 6, 9, 12)
+        assert run.recipe.validation_loops == (1, 2, 3, 6, 9, 12)
 
 
 def test_a_fixed_data_grid_with_rates_seeds_and_settings():
@@ -75,7 +75,7 @@ def test_a_fixed_data_grid_with_rates_seeds_and_settings():
     for run in runs:
         assert run.tokens == 6400
         assert run.recipe.optimiser.muon_lr == 2 * run.recipe.optimiser.lr
-        assert set(run.recipe.validation_depths) == {1, 5, int(run.mean_loops)}
+        assert set(run.recipe.validation_loops) == {1, 5, int(run.mean_loops)}
     found = {(r.mean_loops, r.recipe.optimiser.lr, r.recipe.run.seed) for r in runs}
     assert len(found) == 8
     assert {r.recipe.optimiser.clip for r in runs} == {0.5, 1.0}
@@ -88,7 +88,7 @@ def test_a_transformer_among_looped_models_is_there_once():
     assert names == 2 * [("parcae-254.7k", 1), ("parcae-254.7k", 4)] + 2 * [
         ("transformer-246.3k", 1)
     ]
-    assert runs[-1].recipe.validation_depths == (1,)
+    assert runs[-1].recipe.validation_loops == (1,)
 
 
 def test_a_model_keeps_its_name_only_while_it_keeps_its_size():
@@ -131,7 +131,7 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
     grown = folder.extended(more)
     assert [run.name for run in grown[:2]] == [run.name for run in first]
     assert len(grown) == 2 + 8 - 1
-    assert grown[1].recipe.run.validation_depths == first[1].recipe.run.validation_depths
+    assert grown[1].recipe.run.validation_loops == first[1].recipe.run.validation_loops
 
     clipped = merge(RECIPE, {"optimiser": {"clip": 0.5}})
     for grid in (Grid(budgets=(1e10,), loops=(2,)), Grid(budgets=(4e10,), loops=(6,))):

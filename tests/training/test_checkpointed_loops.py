@@ -57,7 +57,7 @@ def test_memory_is_flat_in_the_loops_that_carry_gradient():
 
 def gradients(model, depths):
     tokens = torch.arange(4 * 32).reshape(4, 32) % 96
-    output = model(tokens, tokens.roll(-1, 1), depths=depths, state="zero")
+    output = model(tokens, tokens.roll(-1, 1), loops=depths, state="zero")
     output.loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()

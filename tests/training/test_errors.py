@@ -72,7 +72,7 @@ WRONG = [
         "optimiser.kind: 'adam-w' is not a known optimiser. Did you mean adamw?",
     ),
     ({"schedule": {"cooldown_fraction": 2.0}}, "schedule.cooldown_fraction: 2.0 is out of range"),
-    ({"run": {"validation_depths": [0]}}, "run.validation_depths: 0 is out of range"),
+    ({"run": {"validation_loops": [0]}}, "run.validation_loops: 0 is out of range"),
     ({"run": {"sinks": ["wandbee"]}}, "run.sinks: 'wandbee' is not an option. Did you mean wandb?"),
     ({"run": {"seed": 1 << 63}}, "run.seed: 9223372036854775808 is out of range"),
     ({"run": {"device": "tpu"}}, "run.device: 'tpu' is not an option"),

@@ -9,7 +9,7 @@ import pytest
 from parcae.presets import PRESETS, model_from_table
 from parcae.recipe import read_toml
 from parcae.training.schedule import tokens_per_step, total_steps
-from parcae.training.settings import recipe_from_tree
+from parcae.training.settings import plain_recipe, recipe_from_tree
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 TRAINING = [path for path in RECIPES if "budget" in read_toml(path)]
@@ -103,3 +103,11 @@ def test_the_demo_is_the_same_model_on_a_busy_machine():
     recipe = load("demo")
     assert total_steps(recipe) == 500
     assert recipe.budget.at_most_minutes is not None
+
+
+def test_a_recipe_of_an_earlier_version_may_name_loops_depths():
+    tables = {"model": {"preset": "parcae-1m"}, "budget": {"steps": 1}}
+    tables["data"] = {"sources": ["builtin"], "global_batch": 8}
+    recipe = recipe_from_tree({**tables, "run": {"validation_depths": [3, 5]}})
+    assert recipe == recipe_from_tree({**tables, "run": {"validation_loops": [3, 5]}})
+    assert "validation_depths" not in plain_recipe(recipe)["run"]

@@ -189,7 +189,7 @@ def test_validation_is_what_the_checkpoint_gives(observed):
     assert set(told) == {"1", "3", "6"}
     for depth, loss in told.items():
         sums = [
-            model(inputs, targets, depths=int(depth), state="zero").loss.item() * targets.numel()
+            model(inputs, targets, loops=int(depth), state="zero").loss.item() * targets.numel()
             for inputs, targets in batches
         ]
         expected = sum(sums) / sum(targets.numel() for _, targets in batches)
@@ -216,7 +216,7 @@ def test_telemetry_is_what_the_public_forward_shows(observed):
     core.blocks[0].register_forward_pre_hook(lambda _m, i: seen["loop"].append(mean_norm(i[0])))
     for block in core.blocks:
         block.register_forward_hook(lambda _m, _i, out: seen["loop"].append(mean_norm(out)))
-    output = model(tokens, depths=3, state="zero", trajectory=True)
+    output = model(tokens, loops=3, state="zero", trajectory=True)
 
     near = {"rel": 1e-5}
     states = output.trajectory.states

@@ -204,7 +204,7 @@ class PromptBatch:
         self._spans.append((owner, alternative, end - begin))
 
     def answers(self, nats: Tensor, likeliest: Tensor) -> list[list[Answer]]:
-        """Values [depths, targets], given back to the alternatives they belong to."""
+        """Values [loops, targets], given back to the alternatives they belong to."""
         answers: list[dict[int, Answer]] = [{} for _ in range(self._prompts)]
         expected = torch.tensor(self.targets)
         start = 0

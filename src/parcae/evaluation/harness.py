@@ -71,7 +71,7 @@ class ParcaeLM(LM):
 
     @property
     def loops(self) -> int:
-        (depth,) = self.scorer.depths
+        (depth,) = self.scorer.loops
         return depth
 
     @property

@@ -36,7 +36,7 @@ Prediction = tuple[Tensor, Tensor]
 class HFScorer:
     """Score a transformers model; see `Scorer`."""
 
-    depths: tuple[int, ...] = (1,)
+    loops: tuple[int, ...] = (1,)
     is_looped = False
     draws_state = False
 
@@ -100,8 +100,8 @@ class HFScorer:
             ) from None
         return cls(model.to(device), tokenizer, name=name, **options)
 
-    def at(self, depths: tuple[int, ...]) -> HFScorer:
-        assert depths == self.depths
+    def at(self, loops: tuple[int, ...]) -> HFScorer:
+        assert loops == self.loops
         return self
 
     def encode(self, text: str) -> list[int]:

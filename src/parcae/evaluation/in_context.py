@@ -196,9 +196,9 @@ class InContextSuite:
     def jobs(self) -> list[InContext]:
         return [job for _, jobs in self.by_task for job in jobs or ()]
 
-    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+    def result(self, samples: Samples, loops: Sequence[int]) -> dict[str, Any]:
         tasks = {
-            task.name: None if jobs is None else TaskScores(self, task, jobs, samples, depths)
+            task.name: None if jobs is None else TaskScores(self, task, jobs, samples, loops)
             for task, jobs in self.by_task
         }
         scored = [task for task in tasks.values() if task is not None]
@@ -206,7 +206,7 @@ class InContextSuite:
             "baselines": self.baselines,
             "seeds": list(self.seeds),
             **coverage(tasks),
-            "by_loops": {str(depth): self._score(scored, i) for i, depth in enumerate(depths)},
+            "by_loops": {str(depth): self._score(scored, i) for i, depth in enumerate(loops)},
             "tasks": {name: task and task.result() for name, task in tasks.items()},
         }
 
@@ -253,15 +253,15 @@ class TaskScores:
         task: Task,
         jobs: Sequence[InContext],
         samples: Samples,
-        depths: Sequence[int],
+        loops: Sequence[int],
     ) -> None:
-        self.suite, self.task, self.depths = suite, task, depths
+        self.suite, self.task, self.loops = suite, task, loops
         self.questions = jobs[0].questions
         by_job = []
         for job in jobs:
-            records = samples.of(job, depths)
+            records = samples.of(job, loops)
             self.description = job.describe(records)
-            by_job.append([summary(job, records, i) for i in range(len(depths))])
+            by_job.append([summary(job, records, i) for i in range(len(loops))])
         by_seed = [by_job[min(i, len(jobs) - 1)] for i in range(len(suite.seeds))]
         self.by_depth = [_all_or_none(column) for column in zip(*by_seed, strict=True)]
         """Metrics [depth][seed]; None at a depth where the model diverged."""
@@ -275,7 +275,7 @@ class TaskScores:
             "uniform_chance": 100 * self.questions.chance,
             "items": len(self.questions),
             **self.description,
-            "by_loops": {str(depth): self._metrics(i) for i, depth in enumerate(self.depths)},
+            "by_loops": {str(depth): self._metrics(i) for i, depth in enumerate(self.loops)},
         }
 
     def centred(self, depth_index: int) -> list[float] | None:

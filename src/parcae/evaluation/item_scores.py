@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import fsum
@@ -48,7 +48,7 @@ class ItemScore:
     """What `nats` is divided by, in `unit`s."""
     unit: str = "word"
     missing: frozenset[int] = frozenset()
-    """Indices of the depths at which the item was not scored."""
+    """Indices of the numbers of loops at which the item was not scored."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
     try:
         if not set(result["loops"]) <= set(settings["loops"]):
             raise FileError(f"{folder}: {RESULT} and {SAMPLES} are of two evaluations. {REMEDY}")
-        return _evaluation(str(folder), result, _read_samples(folder), settings["loops"])
+        return _evaluation(str(folder), result, _read_samples(folder), tuple(settings["loops"]))
     except (KeyError, TypeError, ValueError, IndexError):
         raise FileError(f"{folder}: {RESULT} or {SAMPLES} is damaged. {REMEDY}") from None
 
@@ -117,9 +117,8 @@ def evaluation_of(source: str | Path | EvaluationResult) -> Evaluation:
 
 
 def _evaluation(
-    name: str, result: Mapping[str, Any], records: Iterable[Record], depths: Sequence[int]
+    name: str, result: Mapping[str, Any], records: Iterable[Record], loops: tuple[int, ...]
 ) -> Evaluation:
-    loops = tuple(depths)
     latest: dict[tuple[Any, ...], Record] = {}
     for record in records:
         key = (record["task"], record["seed"], record["data"], record["index"])
@@ -179,30 +178,30 @@ def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | Non
 
 
 def _items(
-    records: list[Record], window_count: tuple[str, int] | None, depths: int
+    records: list[Record], window_count: tuple[str, int] | None, count: int
 ) -> Iterator[tuple[Key, ItemScore]]:
     if "document" in records[0]:
-        yield from _documents(records, window_count, depths)
+        yield from _documents(records, window_count, count)
         return
     for record in records:
         key = Key(record["data"], record["seed"], record["index"])
         missing = frozenset(record.get("missing", ()))
         if "rows" in record:
             size = record["bytes"]
-            nats = _complete(record["nats" if size is None else "text_nats"], depths)
+            nats = _complete(record["nats" if size is None else "text_nats"], count)
             unit = "token" if size is None else "byte"
             size = record["tokens"] if size is None else size
             yield key, ItemScore(None, nats, size, unit, missing)
         elif "greedy" in record:
             credit = [None if right is None else float(right) for right in record["greedy"]]
-            nats = _complete(record["nats"], depths)
-            yield key, ItemScore(_complete(credit, depths), nats, missing=missing)
+            nats = _complete(record["nats"], count)
+            yield key, ItemScore(_complete(credit, count), nats, missing=missing)
         else:
-            yield key, ItemScore(_complete(record["credit"], depths), missing=missing)
+            yield key, ItemScore(_complete(record["credit"], count), missing=missing)
 
 
 def _documents(
-    records: list[Record], window_count: tuple[str, int] | None, depths: int
+    records: list[Record], window_count: tuple[str, int] | None, count: int
 ) -> Iterator[tuple[Key, ItemScore]]:
     """The documents of which no window is missing, as the last ones of a killed evaluation are.
 
@@ -222,11 +221,11 @@ def _documents(
             nats = [None if None in column else fsum(column) for column in columns]
             missing = frozenset(index for part in parts for index in part.get("missing", ()))
             size = parts[0]["bytes"]
-            score = ItemScore(None, _complete(nats, depths), size, "byte", missing)
+            score = ItemScore(None, _complete(nats, count), size, "byte", missing)
             yield Key(data, None, document), score
 
 
-def _complete(values: list[float | None], depths: int) -> list[float | None]:
-    if len(values) != depths:
+def _complete(values: list[float | None], count: int) -> list[float | None]:
+    if len(values) != count:
         raise ValueError
     return values

@@ -188,7 +188,7 @@ def state_seed(seed: int | None, index: int) -> int:
 
 
 def without_diverged(record: Record, diverged: Sequence[int]) -> Record:
-    """A record with null at the indices of the depths where the model diverged."""
+    """A record with null at the indices of the numbers of loops where the model diverged."""
     if not diverged:
         return record
     masked = {
@@ -229,7 +229,7 @@ def credit(losses: Sequence[float], gold: int) -> float:
 
 
 def by_depth(columns: Sequence[Sequence[float]]) -> list[list[float]]:
-    """[alternatives][depths] -> [depths][alternatives]."""
+    """[alternatives][loops] -> [loops][alternatives]."""
     return [list(row) for row in zip(*columns, strict=True)]
 
 

@@ -1,14 +1,12 @@
 """Loss on rows of tokens after every requested number of loops; the suite `val` on a run.
 
-    losses = losses_by_depth(model, batches, depths=(1, 4, 8), bytes_of_token=table)
+    totals = totals_by_loops(model, batches, loops=(1, 4, 8), bytes_of_token=table)
+    losses = totals.finish()
     losses[8].loss, losses[8].perplexity, losses[8].bits_per_byte
 
-A batch passes the prelude once and loops to the largest depth; only the requested depths are
-decoded. Several processes add their sums before anything is divided:
-
-    totals = totals_by_depth(model, own_batches, depths, table)
-    dist.all_reduce(totals.counts)           # float64, CPU
-    totals.finish()
+A batch passes the prelude once and loops as often as the largest number says; only the requested
+states are decoded. Several processes add their sums, by `dist.all_reduce(totals.counts)` (float64
+on the CPU), before anything is divided.
 
 Loss and perplexity are over all targets, BOS included, as in training. Bits per byte are over the
 targets that stand for text: neither the nats nor the bytes of BOS and other special tokens count.
@@ -37,7 +35,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.scorer import LoopedScorer, Scorer, seeded_state
 from parcae.files import FileError
-from parcae.model.depth import check_depth
+from parcae.model.depth import check_loops
 from parcae.model.frame import IGNORED_TARGET, LanguageModel
 from parcae.runs import find_tokenizer, read_recipe_table
 from parcae.runs.layout import DATA_FOLDER, RECIPE_FILE
@@ -49,7 +47,7 @@ VAL_REMEDY = "Give a file of held-out texts by --val-data."
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss at one depth."""
+    """The loss after one number of loops."""
 
     loss: float
     """Nats per token."""
@@ -58,28 +56,28 @@ class Loss:
     """Of the targets that stand for text; None without a table of bytes or such targets."""
 
 
-DepthLosses = dict[int, Loss]
+LossByLoops = dict[int, Loss]
 
 
 @dataclass(frozen=True, eq=False)
 class Totals:
     """Sums over tokens, which several processes can add."""
 
-    depths: tuple[int, ...]
+    loops: tuple[int, ...]
     counts: Tensor
-    """[nats at each depth ..., nats of text at each depth ..., tokens, bytes] in float64; bytes are
-    NaN if unknown."""
+    """[nats for each of `loops` ..., nats of text ..., tokens, bytes] in float64; bytes are NaN if
+    unknown."""
 
     @property
     def tokens(self) -> int:
         return int(self.counts[-2])
 
     def __add__(self, other: Totals) -> Totals:
-        if self.depths != other.depths:
-            raise ValueError(f"cannot add totals at depths {self.depths} and {other.depths}.")
-        return Totals(self.depths, self.counts + other.counts)
+        if self.loops != other.loops:
+            raise ValueError(f"cannot add totals at loops {self.loops} and {other.loops}.")
+        return Totals(self.loops, self.counts + other.counts)
 
-    def finish(self) -> DepthLosses:
+    def finish(self) -> LossByLoops:
         nats, text_nats, tokens, size = self.split()
         require(
             tokens > 0,
@@ -87,51 +85,35 @@ class Totals:
             "they have no token to measure the loss on",
             "Give at least one batch with a target that is not ignored.",
         )
-        by_depth = zip(self.depths, nats, text_nats, strict=True)
-        return {depth: _finish(n, text, tokens, size) for depth, n, text in by_depth}
+        by_loops = zip(self.loops, nats, text_nats, strict=True)
+        return {loops: _finish(n, text, tokens, size) for loops, n, text in by_loops}
 
     def split(self) -> tuple[list[float], list[float], float, float]:
-        """Nats and nats of text at each depth, tokens, bytes."""
+        """Nats and nats of text for each of `loops`, tokens, bytes."""
         *nats, tokens, size = self.counts.tolist()
-        depths = len(self.depths)
-        return nats[:depths], nats[depths:], tokens, size
-
-
-def losses_by_depth(
-    model: LanguageModel,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    depths: Sequence[int],
-    bytes_of_token: Tensor | None = None,
-    state: Tensor | Literal["zero", "like-init"] = "zero",
-    device: str | torch.device | None = None,
-    generator: torch.Generator | None = None,
-) -> DepthLosses:
-    """The mean over all targets of all batches, at each of `depths`, in their ascending order.
-
-    `batches`: (inputs, targets) [rows, positions]; targets of -100 do not count.
-    `bytes_of_token`: how many bytes of text each id stands for.
-    `state`: the initial state: zero, drawn from the generator, or a tensor [rows, positions, d_h].
-    `device`: where batches are moved to (default: the model's device).
-    A Transformer has no loop and is measured at depth 1.
-    """
-    return totals_by_depth(
-        model, batches, depths, bytes_of_token, state, device, generator
-    ).finish()
+        return nats[: len(self.loops)], nats[len(self.loops) :], tokens, size
 
 
 @torch.no_grad()
-def totals_by_depth(
+def totals_by_loops(
     model: LanguageModel,
     batches: Iterable[tuple[Tensor, Tensor]],
-    depths: Sequence[int],
+    loops: Sequence[int],
     bytes_of_token: Tensor | None = None,
     state: Tensor | Literal["zero", "like-init"] = "zero",
     device: str | torch.device | None = None,
     generator: torch.Generator | None = None,
 ) -> Totals:
-    """The sums over the given batches, of which there may be none. See `losses_by_depth`."""
-    requested = tuple(sorted({check_depth(depth) for depth in depths}))
-    require(len(requested) > 0, "depths", "empty", "Give at least one number of loops.")
+    """The sums over all targets of the batches, of which there may be none, at each of `loops`.
+
+    `batches`: (inputs, targets) [rows, positions]; targets of -100 do not count.
+    `bytes_of_token`: how many bytes of text each id stands for.
+    `state`: the initial state: zero, drawn from the generator, or a tensor [rows, positions, d_h].
+    `device`: where batches are moved to (default: the model's device).
+    A Transformer has no loop and is measured at 1.
+    """
+    requested = tuple(sorted({check_loops(count) for count in loops}))
+    require(len(requested) > 0, "loops", "empty", "Give at least one number of loops.")
     device = model.device if device is None else torch.device(device)
     table = None if bytes_of_token is None else bytes_of_token.to(device)
     counts = torch.zeros(2 * len(requested) + 2, dtype=torch.float64)
@@ -226,8 +208,8 @@ class HeldOutRows:
             width = scorer.model.config.core_block.width
             seeds = (state_seed(self.seed, first + row) for row in range(self.rows[index]))
             state = torch.stack([seeded_state(self.positions, width, seed) for seed in seeds])
-        nats, text_nats, tokens, size = totals_by_depth(
-            scorer.model, [batch], scorer.depths, self.bytes_of_token, state
+        nats, text_nats, tokens, size = totals_by_loops(
+            scorer.model, [batch], scorer.loops, self.bytes_of_token, state
         ).split()
         record = {
             "rows": self.rows[index],

@@ -51,10 +51,10 @@ class TextSuite:
     def jobs(self) -> list[Job]:
         return [] if self.job is None else [self.job]
 
-    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+    def result(self, samples: Samples, loops: Sequence[int]) -> dict[str, Any]:
         if self.job is None:
-            return {"by_loops": {str(depth): None for depth in depths}}
-        return job_result(self.job, samples, depths)
+            return {"by_loops": {str(depth): None for depth in loops}}
+        return job_result(self.job, samples, loops)
 
 
 def open_lambada(folder: Path, limit: int | None) -> TextSuite:

@@ -49,9 +49,9 @@ class Answer:
     """The scored span of one alternative, at every depth."""
 
     nats: Tensor
-    """Loss of each token [depths, span], float64; NaN at a depth where the model diverged."""
+    """Loss of each token [loops, span], float64; NaN at a depth where the model diverged."""
     likeliest: Tensor
-    """The model's own most likely tokens [depths, span]."""
+    """The model's own most likely tokens [loops, span]."""
     expected: Tensor
     """The tokens of the span [span]."""
 
@@ -60,7 +60,7 @@ class Answer:
         return (self.likeliest == self.expected).all(1).tolist()
 
     def diverged(self) -> list[int]:
-        """Indices of the depths without a prediction."""
+        """Indices of the numbers of loops without a prediction."""
         return self.nats.isnan().any(1).nonzero().flatten().tolist()
 
 

@@ -164,11 +164,11 @@ class Samples:
                 raise FileError(f"{path}: line {number} is damaged. {remedy}") from None
             self._lines[group][index], self._loops[group][index] = line, loops
 
-    def missing(self, job: Job, depths: Sequence[int]) -> dict[tuple[int, ...], set[int]]:
-        """The items of a job without a record at some of `depths`, by these depths."""
+    def missing(self, job: Job, loops: Sequence[int]) -> dict[tuple[int, ...], set[int]]:
+        """The items of a job without a record at some of `loops`, by these."""
         scored, missing = self._loops[_group(job)], defaultdict(set)
         for index in range(len(job)):
-            lacking = tuple(d for d in depths if d not in scored.get(index, ()))
+            lacking = tuple(d for d in loops if d not in scored.get(index, ()))
             if lacking:
                 missing[lacking].add(index)
         return dict(missing)
@@ -179,13 +179,13 @@ class Samples:
         different = [set(loops) for loops in set(scored)]
         return set.intersection(*different) if different else set()
 
-    def add(self, job: Job, records: Mapping[int, Record], depths: Sequence[int]) -> None:
-        """Add records at `depths` to what is known of these items."""
+    def add(self, job: Job, records: Mapping[int, Record], loops: Sequence[int]) -> None:
+        """Add records at `loops` to what is known of these items."""
         task, seed, data = group = _group(job)
         lines: dict[int, str] = {}
         for index, record in records.items():
             new = {"task": task, "seed": seed, "index": index, "data": data}
-            new |= {"loops": list(depths), **record}
+            new |= {"loops": list(loops), **record}
             if index in self._lines[group]:
                 new = merged(json.loads(self._lines[group][index]), new)
             lines[index] = json.dumps(new, allow_nan=False)
@@ -196,10 +196,10 @@ class Samples:
                 stream.write("".join(f"{line}\n" for line in lines.values()))
         self._lines[group].update(lines)
 
-    def of(self, job: Job, depths: Sequence[int]) -> list[Record]:
-        """All records of a job at `depths`, in order."""
+    def of(self, job: Job, loops: Sequence[int]) -> list[Record]:
+        """All records of a job at `loops`, in order."""
         lines = self._lines[_group(job)]
-        return [selected(json.loads(lines[index]), depths) for index in range(len(job))]
+        return [selected(json.loads(lines[index]), loops) for index in range(len(job))]
 
     def all(self) -> tuple[Record, ...]:
         return tuple(map(json.loads, self._sorted()))
@@ -229,10 +229,10 @@ def merged(old: Record, new: Record) -> Record:
     return _columns(new, loops, sources, indices)
 
 
-def selected(record: Record, depths: Sequence[int]) -> Record:
+def selected(record: Record, loops: Sequence[int]) -> Record:
     """A record at some of its loops."""
-    indices = [record["loops"].index(depth) for depth in depths]
-    return _columns(record, depths, [record] * len(indices), indices)
+    indices = [record["loops"].index(depth) for depth in loops]
+    return _columns(record, loops, [record] * len(indices), indices)
 
 
 def _columns(
@@ -250,12 +250,12 @@ def _columns(
     return result | ({"lost": lost} if lost else {})
 
 
-def job_result(job: Job, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+def job_result(job: Job, samples: Samples, loops: Sequence[int]) -> dict[str, Any]:
     """The entry of a job in the result: its data, and its metrics at each depth."""
-    records = samples.of(job, depths)
+    records = samples.of(job, loops)
     return {
         **job.describe(records),
-        "by_loops": {str(depth): summary(job, records, i) for i, depth in enumerate(depths)},
+        "by_loops": {str(depth): summary(job, records, i) for i, depth in enumerate(loops)},
     }
 
 

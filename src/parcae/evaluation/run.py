@@ -145,7 +145,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
     )
     report = progress or (lambda _: None)
-    report(Progress(scorer.name, scorer.is_looped, scorer.depths))
+    report(Progress(scorer.name, scorer.is_looped, scorer.loops))
     if out is None:
         return _evaluate(scorer, names, options, state, None, False, report, start)
     with exclusive(out):
@@ -175,7 +175,7 @@ def _evaluate(
         "model": scorer.identity,
         "state": state,
         "context length": scorer.context_length,
-        "loops": list(scorer.depths),
+        "loops": list(scorer.loops),
     }
     samples = Samples(folder, settings, overwrite)
     suites: dict[str, Suite] = {name: SUITES[name].open(options, scorer) for name in names}
@@ -184,7 +184,7 @@ def _evaluate(
         _score(jobs, scorer, samples, report)
     except NonFiniteLogits as error:
         raise ConfigError(f"{scorer.name}: {error}") from None
-    loops = tuple(sorted({*scorer.depths, *samples.common_loops(jobs)}))
+    loops = tuple(sorted({*scorer.loops, *samples.common_loops(jobs)}))
     result = EvaluationResult(
         checkpoint=scorer.name,
         looped=scorer.is_looped,
@@ -208,11 +208,11 @@ def _evaluate(
 
 
 def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report) -> None:
-    """Score the items at the depths where they have no record yet."""
+    """Score the items at the numbers of loops where they have no record yet."""
     parts = [
-        (job, scorer.at(depths), items)
+        (job, scorer.at(loops), items)
         for job in jobs
-        for depths, items in samples.missing(job, scorer.depths).items()
+        for loops, items in samples.missing(job, scorer.loops).items()
     ]
     if not parts:
         return
@@ -229,7 +229,7 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
                 Progress(
                     scorer.name,
                     scorer.is_looped,
-                    part.depths,
+                    part.loops,
                     label,
                     items_done,
                     len(job),
@@ -245,7 +245,7 @@ def score_job(job: Job, scorer: Scorer, samples: Samples, items: Collection[int]
     yield 0
     for count, records in job.score(scorer, lambda index: index not in items):
         if new := {index: record for index, record in records.items() if index in items}:
-            samples.add(job, new, scorer.depths)
+            samples.add(job, new, scorer.loops)
         yield count
 
 

@@ -4,8 +4,9 @@
     for answers in scorer.score(prompts):
         answers[0].nats[-1]        # of the first alternative's span, after eight loops
 
-`LoopedScorer` scores parcae models: it reads all depths from one pass and computes what the
-alternatives of a question share only once. `HFScorer` (hf_scorer.py) scores transformers models.
+`LoopedScorer` scores parcae models: it reads all numbers of loops from one pass and computes what
+the alternatives of a question share only once. `HFScorer` (hf_scorer.py) scores transformers
+models.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Scorer(Protocol):
     name: str
     identity: str
     """Changes with the weights and with everything else that changes an answer."""
-    depths: tuple[int, ...]
+    loops: tuple[int, ...]
     """Numbers of loops to score at; (1,) for a model without a loop."""
     is_looped: bool
     draws_state: bool
@@ -60,7 +61,7 @@ class Scorer(Protocol):
     prefix: tuple[int, ...]
     """Tokens that the tokenizer itself puts before a text, as lm-evaluation-harness keeps them."""
 
-    def at(self, depths: tuple[int, ...]) -> Scorer:
+    def at(self, loops: tuple[int, ...]) -> Scorer:
         """The same scorer for other numbers of loops."""
         ...
 
@@ -85,7 +86,7 @@ class LoopedScorer:
         self,
         model: LanguageModel,
         tokenizer: Tokenizer,
-        depths: Sequence[int] | None = None,
+        loops: Sequence[int] | None = None,
         *,
         name: str = "model",
         identity: str = "",
@@ -93,16 +94,16 @@ class LoopedScorer:
         batch_tokens: int | None = None,
         context: int | None = None,
     ) -> None:
-        """`depths` defaults to the mean number of loops in training, `context` to the model's
+        """`loops` defaults to the mean number of loops in training, `context` to the model's
         context length."""
         self.model = model
         self.network = Network(model)
         self.is_looped = isinstance(model, LoopedModel)
-        requested = depths or (model.config.loop.nominal_loops,)
-        self.depths = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
+        requested = loops or (model.config.loop.nominal_loops,)
+        self.loops = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
         if not self.is_looped:
-            self.depths = (1,)
-        self.first_depth = self.depths[0]
+            self.loops = (1,)
+        self.first_loops = self.loops[0]
         default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
         self.batch_tokens = default if batch_tokens is None else batch_tokens
         require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
@@ -117,9 +118,9 @@ class LoopedScorer:
         self.bos: int | None = tokenizer.bos
         self.prefix: tuple[int, ...] = (tokenizer.bos,)
 
-    def at(self, depths: tuple[int, ...]) -> LoopedScorer:
+    def at(self, loops: tuple[int, ...]) -> LoopedScorer:
         other = copy(self)
-        other.depths = depths
+        other.loops = loops
         return other
 
     def encode(self, text: str) -> list[int]:
@@ -150,7 +151,7 @@ class LoopedScorer:
         drive = network.begin(tokens, scratch)
         h = self._initial_state(batch, drive, seeds)
         predictions, done = [], 0
-        for depth in self.depths:
+        for depth in self.loops:
             h = network.loop(h, drive, tokens, scratch, range(done + 1, depth + 1))
             done = depth
             x = network.read(h, tokens, scratch)[predictors]
@@ -158,12 +159,12 @@ class LoopedScorer:
         return predictions
 
     def _read(self, x: Tensor, targets: Tensor, loops: int) -> tuple[Tensor, Tensor]:
-        """NaN where the model diverges after the first of the requested depths, which is an
-        error: some models diverge with more loops than they were trained with."""
+        """NaN where the model diverges. At the first of the requested numbers of loops this is an
+        error; some models diverge with more loops than they were trained with."""
         try:
             return read_predictions(self.network.logits, x, targets, self.model.config.vocab_size)
         except NonFiniteLogits as error:
-            if loops == self.first_depth:
+            if loops == self.first_loops:
                 raise NonFiniteLogits(f"at {loops} loops, {error}") from None
         return torch.full(targets.shape, torch.nan, dtype=torch.float64), torch.full_like(
             targets, -1, device="cpu"

@@ -40,7 +40,7 @@ class Suite(Protocol):
     @property
     def jobs(self) -> Sequence[Job]: ...
 
-    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+    def result(self, samples: Samples, loops: Sequence[int]) -> dict[str, Any]:
         """The entry of the suite in the result, once all jobs are scored."""
         ...
 

@@ -179,15 +179,15 @@ class ZeroShotSuite:
     def jobs(self) -> list[ZeroShot]:
         return [job for job in self.by_task.values() if job is not None]
 
-    def result(self, samples: Samples, depths: Sequence[int]) -> dict[str, Any]:
+    def result(self, samples: Samples, loops: Sequence[int]) -> dict[str, Any]:
         tasks = {
-            name: None if job is None else job_result(job, samples, depths)
+            name: None if job is None else job_result(job, samples, loops)
             for name, job in self.by_task.items()
         }
         scored = [task for task in tasks.values() if task is not None]
         return {
             **coverage(tasks),
-            "by_loops": {depth: self._score(scored, depth) for depth in map(str, depths)},
+            "by_loops": {depth: self._score(scored, depth) for depth in map(str, loops)},
             "tasks": tasks,
         }
 

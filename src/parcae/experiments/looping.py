@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parcae import plotting
 from parcae.config import ModelConfig
-from parcae.evaluation.loss import losses_by_depth
+from parcae.evaluation.loss import totals_by_loops
 from parcae.model import create
 from parcae.model.injection import ConcatenationInjection
 from parcae.model.looped import LoopedModel
@@ -39,7 +39,7 @@ class Profile:
 @torch.no_grad()
 def measure(model: LoopedModel, batches: Sequence[tuple[Tensor, Tensor]]) -> Profile:
     """Losses of all batches, and norms of the first one, after each number of loops."""
-    losses = losses_by_depth(model, batches, DEPTHS)
+    losses = totals_by_loops(model, batches, DEPTHS).finish()
     tokens = batches[0][0]
     residuals, norms, previous = [], [], None
     for _, h in zip(DEPTHS, model.iterate(tokens, state="zero"), strict=False):

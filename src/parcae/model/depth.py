@@ -120,36 +120,36 @@ def as_depths(value: int | Sequence[int] | Tensor | Depths, rows: int, loop: Loo
         backprop = 1 << 62 if loop.sampler == "poisson-full" else loop.gradient_loops
         depths = Depths.truncated(_loop_counts(value, rows), backprop)
     if len(depths) != rows:
-        raise ValueError(f"depths: {len(depths)} given for {rows} sequences. Give one for each.")
+        raise ValueError(f"loops: {len(depths)} given for {rows} sequences. Give one for each.")
     return depths
 
 
-def check_depth(value: object) -> int:
+def check_loops(value: object) -> int:
     """Check one number of loops and return it as an int."""
     if not _is_whole(value):
-        raise TypeError(f"depths: {value!r} is not a whole number of loops.")
-    depth = operator.index(value)  # pyright: ignore[reportArgumentType]
-    if depth < 1:
-        raise ValueError(f"depths: {depth} loops. Every sequence needs at least one.")
-    return depth
+        raise TypeError(f"loops: {value!r} is not a whole number of loops.")
+    loops = operator.index(value)  # pyright: ignore[reportArgumentType]
+    if loops < 1:
+        raise ValueError(f"loops: {loops}. Every sequence needs at least one.")
+    return loops
 
 
 def _loop_counts(value: object, rows: int) -> list[int]:
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-            raise TypeError(f"depths: whole numbers are needed, not {value.dtype}.")
+            raise TypeError(f"loops: whole numbers are needed, not {value.dtype}.")
         if value.ndim > 1:
-            raise ValueError(f"depths: one per sequence is needed, not shape {[*value.shape]}.")
+            raise ValueError(f"loops: one per sequence is needed, not shape {[*value.shape]}.")
     if hasattr(value, "tolist"):  # tensors and numpy's arrays and numbers
         value = value.tolist()  # pyright: ignore[reportAttributeAccessIssue]
     if _is_whole(value):
         return [operator.index(value)] * rows  # pyright: ignore[reportArgumentType]
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise TypeError(f"depths: {value!r}. Give a number of loops, or one per sequence.")
+        raise TypeError(f"loops: {value!r}. Give a number of loops, or one per sequence.")
     counts = list(value)
     for count in counts:
         if not _is_whole(count):
-            raise TypeError(f"depths: {count!r} is not a whole number of loops.")
+            raise TypeError(f"loops: {count!r} is not a whole number of loops.")
     return [operator.index(count) for count in counts]
 
 

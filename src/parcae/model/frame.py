@@ -25,7 +25,7 @@ MIXED_LOSS_CHUNK = 8192
 """The same on accelerators, which are faster with larger products."""
 IGNORED_TARGET = -100
 
-DepthRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
+LoopRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Output:
     logits: Tensor | None
     loss: Tensor | None
     depths: Depths
+    """How many loops each sequence ran, and how many of them with gradient."""
     state: Tensor | None = None
     """h_T [B, S, d_h]; None for a Transformer."""
     trajectory: Trajectory | None = None
@@ -96,20 +97,20 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
-        """Random arguments of `forward` in training (depths, initial states) for the given global
+        """Random arguments of `forward` in training (loops, initial states) for the given global
         rows of an optimiser step: a function of (seed, step, row), the same on any process."""
 
     @abstractmethod
     def readings(
         self,
         tokens: Tensor,
-        depths: Collection[int],
+        loops: Collection[int],
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield (T, input of the head after T loops) for each of `depths`, in increasing order.
+        """Yield (T, input of the head after T loops) for each of `loops`, in increasing order.
 
-        One pass without gradient serves all depths; `loss` and `logits` take what it yields.
+        One pass without gradient serves all of them; `loss` and `logits` take what it yields.
         """
 
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
@@ -151,20 +152,20 @@ class LanguageModel(nn.Module, ABC):
         losses = [checkpoint(chunk_loss, *pair, use_reentrant=False) for pair in pairs]
         return torch.stack(losses).sum() / (targets != IGNORED_TARGET).sum()  # type: ignore
 
-    def depths(
-        self, depths: DepthRequest, rows: int, generator: torch.Generator | None = None
+    def resolve_loops(
+        self, loops: LoopRequest, rows: int, generator: torch.Generator | None = None
     ) -> Depths:
         """`Depths` for a request: the mean for None, the given numbers, or a random draw."""
         loop = self.config.loop
-        if depths is None:
-            depths = loop.nominal_loops
-        if isinstance(depths, str):
-            if depths != "sample":
-                raise ValueError(f'depths: {depths!r}. Give numbers, or "sample" to draw them.')
+        if loops is None:
+            loops = loop.nominal_loops
+        if isinstance(loops, str):
+            if loops != "sample":
+                raise ValueError(f'loops: {loops!r}. Give numbers, or "sample" to draw them.')
             source = generator or torch.default_generator
             seed = torch.randint(1 << 62, (), generator=source, device=source.device)
             return sample(loop, rows, torch.Generator().manual_seed(int(seed)))
-        return as_depths(depths, rows, loop)
+        return as_depths(loops, rows, loop)
 
     def check(self, tokens: Tensor, targets: Tensor | None) -> None:
         """Raise TypeError or ValueError for invalid tokens or targets."""

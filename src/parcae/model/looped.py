@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, Stack, Values
-from parcae.model.depth import Depths, Schedule, check_depth, sample_rows
-from parcae.model.frame import DepthRequest, LanguageModel, Output, Trajectory
+from parcae.model.depth import Depths, Schedule, check_loops, sample_rows
+from parcae.model.frame import LanguageModel, LoopRequest, Output, Trajectory
 from parcae.model.init import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
 
@@ -248,7 +248,7 @@ class LoopedModel(LanguageModel):
 
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:
         return {
-            "depths": sample_rows(self.config.loop, seed, step, rows),
+            "loops": sample_rows(self.config.loop, seed, step, rows),
             "state": draw_state_rows(self.config, seed, step, rows, length, self.device),
         }
 
@@ -258,22 +258,22 @@ class LoopedModel(LanguageModel):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        depths: DepthRequest = None,
+        loops: LoopRequest = None,
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
         trajectory: bool | Collection[Record] = False,
     ) -> Output:
-        """Logits [B, S, V] at the given depth, or the mean loss if targets are given.
+        """Logits [B, S, V] after the given loops, or the mean loss if targets are given.
 
-        `depths`: loops for all sequences, or one number for each, or `Depths` to say how many
-        carry gradient (else `loop.gradient_loops`), or "sample" to draw them from the generator.
-        Left out, it is the mean the model was trained with.
+        `loops`: a number for all sequences, or one for each (list or tensor), or `Depths` to say
+        how many carry gradient (else `loop.gradient_loops`), or "sample" to draw them from the
+        generator. Left out, it is the mean the model was trained with.
         `state`: the initial state [B, S, d_h], "zero", or "like-init", drawn from the generator;
         left out, it is what the model is configured with.
         `trajectory`: True, or some of "states", "residuals", "logits", to see every loop.
         """
         self.check(tokens, targets)
-        wanted = self.depths(depths, len(tokens), generator)
+        wanted = self.resolve_loops(loops, len(tokens), generator)
         schedule = Schedule.of(wanted)
         h = self._initial_state(state, tokens.shape, generator)
         order = None if schedule.is_sorted else torch.tensor(schedule.order, device=tokens.device)
@@ -319,11 +319,11 @@ class LoopedModel(LanguageModel):
     def readings(
         self,
         tokens: Tensor,
-        depths: Collection[int],
+        loops: Collection[int],
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        wanted = {check_depth(depth) for depth in depths}
+        wanted = {check_loops(count) for count in loops}
         states = self.iterate(tokens, state, generator)
         for depth, h in zip(range(1, max(wanted, default=0) + 1), states, strict=False):
             if depth in wanted:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Stack
-from parcae.model.frame import DepthRequest, LanguageModel, Output
+from parcae.model.frame import LanguageModel, LoopRequest, Output
 
 
 class Transformer(LanguageModel):
@@ -33,14 +33,14 @@ class Transformer(LanguageModel):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        depths: DepthRequest = None,
+        loops: LoopRequest = None,
         generator: torch.Generator | None = None,
     ) -> Output:
-        """The same interface as a looped model; all depths are 1."""
+        """The same interface as a looped model; `loops` is 1."""
         self.check(tokens, targets)
-        ran = self.depths(depths, len(tokens), generator)
+        ran = self.resolve_loops(loops, len(tokens), generator)
         if set(ran.loops) != {1}:
-            raise ValueError(f"depths: {depths}. A Transformer has no loop; omit depths.")
+            raise ValueError(f"loops: {loops}. A Transformer has no loop; omit loops.")
         x = self._read(tokens)
         if targets is not None:
             return Output(logits=None, loss=self.loss(x, targets), depths=ran)
@@ -50,15 +50,15 @@ class Transformer(LanguageModel):
     def readings(
         self,
         tokens: Tensor,
-        depths: Collection[int],
+        loops: Collection[int],
         state: Tensor | Literal["zero", "like-init"] | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """At depth 1 only; `state` and `generator` are ignored."""
+        """At 1 loop only; `state` and `generator` are ignored."""
         self.check(tokens, None)
-        if any(depth != 1 for depth in depths):
-            raise ValueError(f"depths: {[*depths]}. A Transformer has no loop; ask for 1 only.")
-        if depths:
+        if any(count != 1 for count in loops):
+            raise ValueError(f"loops: {[*loops]}. A Transformer has no loop; ask for 1 only.")
+        if loops:
             yield 1, self._read(tokens)
 
     def _read(self, tokens: Tensor) -> Tensor:

@@ -82,9 +82,9 @@ def _seconds(run: PlannedRun, speed: float) -> float:
 
 def _validation_flops(run: PlannedRun) -> float:
     recipe, cost = run.recipe, token_flops(run.recipe.model)
-    depths, every = recipe.validation_depths, recipe.run.validate_every
+    loops, every = recipe.validation_loops, recipe.run.validate_every
     times = max(1, -(-run.steps // every)) if every else 1
-    each = len(depths) * cost.outside + max(depths) * cost.per_loop
+    each = len(loops) * cost.outside + max(loops) * cost.per_loop
     return times * recipe.run.validation_rows * recipe.model.context_length * each
 
 

@@ -45,7 +45,7 @@ FORMAT = 1
 AXES = (
     "model.loop.mean_loops",
     "run.seed",
-    "run.validation_depths",
+    "run.validation_loops",
     "optimiser.lr",
     "optimiser.muon_lr",
 )
@@ -287,7 +287,7 @@ def training_tokens(data: DataConfig) -> int:
 
 def _check_belongs(run: PlannedRun, before: Mapping[str, PlannedRun], path: Path) -> None:
     if run.name in before:
-        changed = _changed(run, before[run.name], ("run.validation_depths",))
+        changed = _changed(run, before[run.name], ("run.validation_loops",))
     else:
         alike = [other for other in before.values() if other.model == run.model]
         other = (alike or list(before.values()))[0]

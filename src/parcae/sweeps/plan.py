@@ -27,7 +27,7 @@ ARGUMENTS = {
     "model.preset": "models",
     "model.loop.mean_loops": "loops",
     "run.seed": "seeds",
-    "run.validation_depths": "test_loops",
+    "run.validation_loops": "test_loops",
     **{f"budget.{kind}": "budgets or tokens" for kind in KINDS_OF_BUDGET},
 }
 """Settings that vary by an argument of their own."""
@@ -174,8 +174,8 @@ def _is_transformer(model: str | None) -> bool:
 
 def _planned(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -> PlannedRun:
     recipe = recipe_from_tree(_tree_at(tree, base, grid, point))
-    depths = grid.test_loops or base.run.validation_depths or default_test_loops(grid, base)
-    recipe = replace(recipe, run=replace(recipe.run, validation_depths=tuple(depths)))
+    loops = grid.test_loops or base.run.validation_loops or default_test_loops(grid, base)
+    recipe = replace(recipe, run=replace(recipe.run, validation_loops=tuple(loops)))
     model = model_name(point.model or tree["model"].get("preset"), recipe.model)
     run = PlannedRun(
         name=_run_name(model, recipe, base, grid, point),

@@ -153,8 +153,8 @@ def print_plan(
 
 def note_on_test_loops(planned: Sequence[PlannedRun], runs: Sequence[PlannedRun]) -> str | None:
     """A note if runs that existed before lack test loops of the larger grid."""
-    existing = {run.name: set(run.recipe.validation_depths) for run in runs}
-    lacking = {run.name: set(run.recipe.validation_depths) - existing[run.name] for run in planned}
+    existing = {run.name: set(run.recipe.validation_loops) for run in runs}
+    lacking = {run.name: set(run.recipe.validation_loops) - existing[run.name] for run in planned}
     names = [name for name, loops in lacking.items() if loops]
     if not names:
         return None

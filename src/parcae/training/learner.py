@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parcae.config import ConfigError
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.loss import DepthLosses, Totals, totals_by_depth
+from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
 from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
@@ -123,16 +123,17 @@ class Learner:
             return nullcontext()
         return torch.autocast(self.workers.device.type, self.dtype)
 
-    def validate(self) -> DepthLosses:
+    def validate(self) -> LossByLoops:
         """Loss on the held-out rows at every depth of the recipe; the processes split the rows."""
         size, rank = self.workers.size, self.workers.rank
         batches = self.corpora.validation(self.recipe, self.micro_batch)
         mine = (batch for number, batch in enumerate(batches) if number % size == rank)
-        depths = self.recipe.validation_depths
         with self.workers.full_weights(), self.autocast():
-            totals = totals_by_depth(self.model, mine, depths, self.bytes_of_token)
+            totals = totals_by_loops(
+                self.model, mine, self.recipe.validation_loops, self.bytes_of_token
+            )
         counts = self.workers.gather(totals.counts).sum(0)
-        return Totals(totals.depths, counts).finish()
+        return Totals(totals.loops, counts).finish()
 
     @cached_property
     def _telemetry_rows(self) -> Tensor:

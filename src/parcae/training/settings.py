@@ -182,8 +182,11 @@ class RunConfig(Settings, table="run"):
     validate_every: int = setting(
         250, "steps between validations; 0 for only at the end", at_least=0
     )
-    validation_depths: tuple[int, ...] = setting(
-        (), "loops to validate at (unset: 1, half the mean, the mean, twice the mean)", at_least=1
+    validation_loops: tuple[int, ...] = setting(
+        (),
+        "loops to validate at (unset: 1, half the mean, the mean, twice the mean)",
+        at_least=1,
+        was="validation_depths",
     )
     validation_rows: int = setting(256, "rows to validate on", at_least=1)
     telemetry_every: int = setting(
@@ -227,13 +230,13 @@ class Recipe(Settings):
         )
 
     @property
-    def validation_depths(self) -> tuple[int, ...]:
-        """Depths to validate at, in order; always with the one the model is used at."""
+    def validation_loops(self) -> tuple[int, ...]:
+        """Numbers of loops to validate at, in order; always with the one the model is used at."""
         loop = self.model.loop
         nominal = loop.nominal_loops
         if self.model.architecture == "transformer":
             return (1,)
-        chosen = self.run.validation_depths or (1, max(1, nominal // 2), 2 * nominal)
+        chosen = self.run.validation_loops or (1, max(1, nominal // 2), 2 * nominal)
         return tuple(sorted({*chosen, nominal}))
 
 

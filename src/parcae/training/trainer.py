@@ -13,7 +13,7 @@ import torch
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.evaluation.loss import DepthLosses, Loss
+from parcae.evaluation.loss import Loss, LossByLoops
 from parcae.files import FileError, exclusive, write_json
 from parcae.machine import StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
@@ -90,7 +90,7 @@ class Trainer:
         """FLOP/s of this device; raised by a step that was faster."""
         self.seconds = 0.0
         self.executed_flops = 0.0
-        self.validated: dict[int, DepthLosses] = {}
+        self.validated: dict[int, LossByLoops] = {}
         """The last validation, by its step."""
         self.best_loss = math.inf
         self.train_loss = math.nan
