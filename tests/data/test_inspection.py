@@ -148,7 +148,7 @@ def test_mistakes_are_named():
         inspect(random_documents(), 0)
     with pytest.raises(ConfigError, match="rows"):
         print_inspection(inspect(random_documents(), 31), -1)
-    with pytest.raises(ConfigError, match="do not fill one row"):
+    with pytest.raises(ConfigError, match="less than one row"):
         inspect(words("a"), 31)
     with pytest.raises(ConfigError, match=r"context: no block of 16,384 documents fills a row"):
         inspect(InMemoryDocuments([[BOS, 1]] * 70_000), 60_000)

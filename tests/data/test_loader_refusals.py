@@ -14,9 +14,9 @@ from parcae.recipe import build, plain
 
 def test_too_small_a_corpus_is_an_error():
     tiny = InMemoryDocuments([[BOS, 1], [BOS, 2]])
-    with pytest.raises(ConfigError, match="2 documents with 4 tokens do not fill one row of 16"):
+    with pytest.raises(ConfigError, match="2 documents with 4 tokens, less than one row of 16"):
         Loader([Source(tiny)], config())
-    with pytest.raises(ConfigError, match="do not fill one row"):
+    with pytest.raises(ConfigError, match="0 documents with 0 tokens, less than one row"):
         Loader([Source(InMemoryDocuments([]))], config())
     with pytest.raises(ConfigError, match="do not fill one row"):
         next(validation_batches(tiny, 15, 2))

@@ -167,7 +167,7 @@ def test_runs_never_measured_at_their_own_depth_are_named():
     ]
     one = fit_rows(rows)
     reason = one.not_fitted["training"]
-    assert "3 runs, with mean_loops 6, have no loss measured at test_loops = mean_loops" in reason
+    assert "no loss at test_loops = mean_loops of 3 runs (mean_loops 6)" in reason
 
 
 def test_too_few_runs_are_refused():
@@ -228,7 +228,7 @@ def test_a_budget_without_a_loss_at_its_own_loops_is_passed_over():
     rows = list(rows_of(test_loops=(1, 2, 4, 6, 8, 12)))
     kept = [r for r in rows if r["flops"] > 1e18 or r["test_loops"] != r["mean_loops"]]
     model = fit_rows(kept)
-    assert "have no loss measured at test_loops = mean_loops" in model.not_fitted["training"]
+    assert "no loss at test_loops = mean_loops" in model.not_fitted["training"]
     assert [one.budget for one in model.fixed_depth] == [2e18, 4e18]
 
 

@@ -146,7 +146,7 @@ def test_what_another_attempt_prepared_is_not_used(write, fails, text, tmp_path)
     """The first attempt trains a tokenizer of 300 entries and fails later."""
     run = tmp_path / "run"
     too_long = {"model": {"context_length": 100_000}}
-    assert "do not fill one row" in fails(write(**too_long), "--out", run)
+    assert "less than one row" in fails(write(**too_long), "--out", run)
     assert (run / "tokenizer.json").exists()
     recipe = write(budget={"steps": 2}, model={"vocab_size": 280})
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
@@ -191,7 +191,7 @@ def test_a_corpus_too_small_for_a_row(write, fails, tmp_path):
     (tmp_path / "tiny.jsonl").write_text('{"text": "few words"}\n')
     data = {"sources": [str(tmp_path / "tiny.jsonl")], "validation_fraction": 0.0}
     error = fails(write(data=data), "--out", tmp_path / "run")
-    assert "tokens do not fill one row of 17" in error
+    assert "1 document with 3 tokens, less than one row of 17" in error
 
 
 @pytest.mark.slow

@@ -333,8 +333,9 @@ def _download_dataset(arguments: argparse.Namespace) -> int:
             report=report,
         )
     count = len(dataset.files[: arguments.first_files])
+    total = console.format_items(len(dataset.files), "file")
     console.out.print(
-        f"{dataset.repository} at {dataset.commit[:12]}: {count} of {len(dataset.files)} files "
+        f"{dataset.repository} at {dataset.commit[:12]}: {count} of {total} "
         f"downloaded and verified. "
         f"Next: parcae data prepare {arguments.out} --tokenizer ... --out ..."
     )
@@ -355,7 +356,7 @@ def _download_tasks(arguments: argparse.Namespace) -> int:
     tasks = files_of(suite)
     with _file_progress() as report:
         download_tasks(tasks.files, out, collection=arguments.mirror or COLLECTION, report=report)
-    count = "1 file" if len(tasks.files) == 1 else f"{len(tasks.files)} files"
+    count = console.format_items(len(tasks.files), "file")
     lines = [f"{suite}: {count} downloaded and verified, {console.format_bytes(tasks.bytes)}."]
     lines += [
         f"Not downloaded: {', '.join(names)} ({why})." for why, names in tasks.omitted.items()

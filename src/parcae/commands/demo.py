@@ -108,8 +108,9 @@ def _explain(
     columns = ("loops T", "validation loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
     console.out.print(console.table("The same weights at several depths", columns, rows))
     if not profile.improves:
+        steps = console.format_items(result.steps, "step")
         console.out.print(
-            f"More loops do not lower the loss after only {result.steps} steps. "
+            f"More loops do not lower the loss after only {steps}. "
             f"If the machine was busy: {TRAIN_AGAIN}\n",
             highlight=False,
             soft_wrap=True,
@@ -117,7 +118,7 @@ def _explain(
     prompt = result.samples[0]["prompt"] if result.samples else ""
     for sample in result.samples:
         if sample["prompt"] == prompt and sample["depth"] in SHOWN_DEPTHS:
-            loops = "1 loop" if sample["depth"] == 1 else f"{sample['depth']} loops"
+            loops = console.format_items(sample["depth"], "loop")
             console.out.print(Text(f"── {loops} " + "─" * 60, style="cyan"))
             console.out.print(Text(prompt, style="bold") + Text(sample["text"], style="default"))
     console.out.print(Text("─" * 70, style="cyan"))

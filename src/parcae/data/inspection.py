@@ -220,9 +220,8 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
             loc="lower right", bbox_to_anchor=(1, 1.075), ncols=2, borderaxespad=0, borderpad=0
         )
         long = lengths > row_tokens
-        axes.set_title(
-            f"{len(lengths):,} documents, {console.format_count(lengths.sum())} tokens", pad=22
-        )
+        documents = console.format_items(len(lengths), "document")
+        axes.set_title(f"{documents}, {console.format_count(lengths.sum())} tokens", pad=22)
         axes.annotate(
             f"{long.mean():.1%} of the documents, with {lengths[long].sum() / lengths.sum():.1%} "
             "of the tokens, are longer than a row",

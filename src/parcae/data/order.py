@@ -31,6 +31,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from parcae.config import ConfigError, require
+from parcae.console import format_items
 from parcae.data.packing import Method, Packing, pack
 
 STATE_VERSION = 2
@@ -171,9 +172,9 @@ class SourcePlan:
         tokens = int(self.lengths.sum())
         if tokens < self.capacity:
             raise ConfigError(
-                f"source {self.name}: {len(self.lengths)} documents with {tokens} tokens do not "
-                f"fill one row of {self.capacity} tokens (context_length + 1). "
-                "Add documents, or use a shorter context_length."
+                f"source {self.name}: {format_items(len(self.lengths), 'document')} with "
+                f"{format_items(tokens, 'token')}, less than one row of {self.capacity} tokens "
+                "(context_length + 1). Add documents, or use a shorter context_length."
             )
 
     @property
@@ -365,6 +366,6 @@ def _check_position(position: LoaderPosition, global_batch: int, blocks: Sequenc
         require(
             source.block < count,
             "loader state, block",
-            f"source {number} has {count} blocks, so index {source.block} is out of range",
+            f"{source.block} of source {number}, which has {format_items(count, 'block')}",
             STATE_REMEDY,
         )

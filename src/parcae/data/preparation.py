@@ -166,8 +166,8 @@ def write_shards(
             return _finish(work, folder, state)
         except WriteError as error:
             raise WriteError(
-                f"{error} The {len(state['parts'])} parts finished so far are kept. Fix the cause "
-                "and run the same command again to resume."
+                f"{error} {len(state['parts'])} finished parts are kept. Fix the cause and "
+                "run the same command again to resume."
             ) from error
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from parcae.console import format_items
 from parcae.laws.forms import COLUMN, Law
 from parcae.laws.lbfgs import Minimum, Schedule, minimise
 from parcae.laws.model_runs import Points
@@ -300,8 +301,10 @@ def random_starts(objective: Objective, count: int, rng: np.random.Generator) ->
 def _check_enough(law: Law, points: Points, frozen: Mapping[str, float]) -> None:
     free = [name for name in law.parameters if name not in frozen]
     if len(points) <= len(free):
+        points_given = format_items(len(points), "point")
+        parameters = format_items(len(free), "parameter")
         raise FitError(
-            f"{law.formula}: {len(points)} points cannot determine {len(free)} parameters. "
+            f"{law.formula}: {points_given} cannot determine {parameters}. "
             f"Measure at least {len(free) + 1}."
         )
     for decay in law.decays:

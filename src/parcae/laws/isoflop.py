@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from parcae.console import format_flops
+from parcae.console import format_flops, format_items
 from parcae.laws.bootstrap import Estimate, LawResult, Values, interval
 from parcae.laws.forms import TRAINING
 from parcae.laws.model_runs import ModelRuns, Shape
@@ -115,8 +115,9 @@ def fit_power_law(parabolas: list[Parabola]) -> PowerLaw:
     used = [parabola for parabola in parabolas if parabola.is_inside]
     if len(used) < 2:
         raise FitError(
-            f"power law: {len(used)} of {len(parabolas)} budgets have their optimum within the "
-            "runs, and a line needs two. Widen the range of mean_loops, or add budgets."
+            f"power law: the optimum lies within the runs at {len(used)} of "
+            f"{format_items(len(parabolas), 'budget')}, and a line needs two. "
+            "Widen the range of mean_loops, or add budgets."
         )
     budgets = np.log([parabola.budget for parabola in used])
     optima = np.log([parabola.optimum for parabola in used])

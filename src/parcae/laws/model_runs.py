@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from parcae.console import format_flops
+from parcae.console import format_flops, format_items
 from parcae.laws.table import COLUMNS, RUN_KEYS, SAME_TOKENS, SCORES, FitError, Table
 
 MAX_LOOPS = 256.0
@@ -251,8 +251,8 @@ class ModelRuns:
             loops = sorted({float(points.mean_loops[points.run == run][0]) for run in lacking})
             listed = ", ".join(f"{number:g}" for number in loops)
             raise FitError(
-                f"{self.model}: {len(lacking)} runs, with mean_loops {listed}, have no loss "
-                "measured at test_loops = mean_loops. Measure them there."
+                f"{self.model}: no loss at test_loops = mean_loops of "
+                f"{format_items(len(lacking), 'run')} (mean_loops {listed}). Measure it there."
             )
         depths = np.unique(nominal.mean_loops)
         if len(depths) < 2:

@@ -58,7 +58,7 @@ def estimate(
         speeds = _measured_speeds(runs, threads)
         with_threads = ""
         if _device_type(runs) == "cpu":
-            with_threads = f" with {threads} thread{'s' if threads > 1 else ''}"
+            with_threads = f" with {console.format_items(threads, 'thread')}"
         return Estimate(
             {run.name: _seconds(run, speeds[_key(run)]) for run in runs},
             f"measured on a few steps of each model{with_threads}, one model at a time; runs side "
