@@ -223,3 +223,11 @@ def test_the_plan_assigns_runs_to_sets():
     assert [sets[run.name] for run in grid] == ["grid"] * 4
     assert [sets[run.name] for run in alone] == ["end-to-end"]
     assert [sets[run.name] for run in fixed] == ["curve"] * 3
+
+
+def test_a_recipe_without_a_budget_suffices_where_the_grid_has_one():
+    tree = {name: table for name, table in RECIPE.items() if name != "budget"}
+    for grid in (Grid(budgets=(2e9, 5e9), loops=(2,)), Grid(tokens=(640, 1280))):
+        assert plan_sweep(tree, grid) == plan_sweep(RECIPE, grid)
+    with pytest.raises(ConfigError, match="budget: neither the recipe nor the grid"):
+        plan_sweep(tree, Grid(loops=(1, 2)))

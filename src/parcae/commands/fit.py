@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS
+
 if TYPE_CHECKING:
     from parcae.laws.analysis import FitResult
     from parcae.laws.table import Table
@@ -35,7 +37,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--starts",
         type=int,
-        default=500,
+        default=DEFAULT_STARTS,
         metavar="N",
         help="random starts of each law; unified laws use twice as many (default: %(default)s)",
     )
@@ -43,7 +45,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--bootstrap-samples",
         "--draws",
         type=int,
-        default=200,
+        default=DEFAULT_BOOTSTRAP_SAMPLES,
         metavar="N",
         help="bootstrap samples for the intervals, 0 for no intervals (default: %(default)s)",
     )

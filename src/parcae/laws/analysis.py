@@ -22,7 +22,7 @@ import numpy as np
 
 from parcae.config import ConfigError, require
 from parcae.files import FileError, read_sealed, write_sealed, write_text
-from parcae.laws import forms, isoflop, test_time
+from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS, forms, isoflop, test_time
 from parcae.laws.bootstrap import (
     LEVEL,
     BootstrapSamples,
@@ -59,9 +59,9 @@ REMEDY = "Write it again with `parcae fit`."
 class FitSettings:
     """The settings of a fit; the default numbers of starts are those of the paper."""
 
-    starts: int = 500
-    unified_starts: int = 1000
-    bootstrap_samples: int = field(default=200, metadata={"json": "draws"})
+    starts: int = DEFAULT_STARTS
+    unified_starts: int = 2 * DEFAULT_STARTS
+    bootstrap_samples: int = field(default=DEFAULT_BOOTSTRAP_SAMPLES, metadata={"json": "draws"})
     """0 for no intervals."""
     halving: bool = True
     seed: int = 0
@@ -165,9 +165,9 @@ class FitResult:
 def fit(
     table: Any,
     *,
-    starts: int = FitSettings.starts,
+    starts: int = DEFAULT_STARTS,
     unified_starts: int | None = None,
-    bootstrap_samples: int = FitSettings.bootstrap_samples,
+    bootstrap_samples: int = DEFAULT_BOOTSTRAP_SAMPLES,
     halving: bool = True,
     seed: int = 0,
     progress: Progress = lambda _: None,
@@ -183,7 +183,7 @@ def fit(
         starts >= 1,
         "starts",
         f"must be >= 1, but is {starts}",
-        f"Use the default, {FitSettings.starts}.",
+        f"Use the default, {DEFAULT_STARTS}.",
     )
     require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
     require(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parcae.console import format_items
+from parcae.laws import DEFAULT_STARTS
 from parcae.laws.forms import COLUMN, Law
 from parcae.laws.lbfgs import Minimum, Schedule, minimise
 from parcae.laws.model_runs import Points
@@ -50,7 +51,7 @@ CURVES_POLISH = Schedule(slope=1e-8, decrease=1e-12, rounds=200, measured=(0, 20
 class Search:
     """How the optimum is searched for."""
 
-    starts: int = 500
+    starts: int = DEFAULT_STARTS
     seed: int = 0
     delta: float = DELTA
     """Of the Huber loss; infinite for least squares."""

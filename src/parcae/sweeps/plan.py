@@ -132,7 +132,7 @@ class PlannedRun:
 def plan_sweep(tree: Mapping[str, Any], grid: Grid) -> tuple[PlannedRun, ...]:
     """One run for each point of the grid; `tree` holds the tables of a recipe."""
     _check_has_length(tree, grid)
-    base = recipe_from_tree(tree)
+    base = recipe_from_tree({**tree, "budget": tree.get("budget") or _first_budget(grid)})
     runs = [_planned(tree, base, grid, point) for point in _points(tree, base, grid)]
     unique = {run.name: run for run in runs}
     _check_names(runs)
@@ -242,18 +242,20 @@ def model_name(preset: str | None, config: ModelConfig) -> str:
 
 
 def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Point) -> str:
-    parts = [model, f"mu{spell(recipe.model.loop.mean_loops)}"]
+    parts = [model, f"mu{format_in_name(recipe.model.loop.mean_loops)}"]
     if point.length is not None:
-        parts.append(f"{spell(point.length)}-{'flops' if grid.budgets else 'tokens'}")
+        parts.append(f"{format_in_name(point.length)}-{'flops' if grid.budgets else 'tokens'}")
     if recipe.optimiser.lr != base.optimiser.lr and point.learning_rate is not None:
-        parts.append(f"lr{spell(recipe.optimiser.lr)}")
+        parts.append(f"lr{format_in_name(recipe.optimiser.lr)}")
     if recipe.run.seed != base.run.seed:
         parts.append(f"seed{recipe.run.seed}")
-    parts += [f"{key.rpartition('.')[2]}={spell(value)}" for key, value in point.settings.items()]
+    parts += [
+        f"{key.rpartition('.')[2]}={format_in_name(value)}" for key, value in point.settings.items()
+    ]
     return "-".join(parts).replace("/", "_").replace(" ", "")
 
 
-def spell(value: Any) -> str:
+def format_in_name(value: Any) -> str:
     """`value` in a file name: 1.5e13, not 15000000000000.0 or 1.5e+13."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return str(value)
@@ -261,6 +263,18 @@ def spell(value: Any) -> str:
         return f"{value:.10g}"
     digits, power = f"{value:.9e}".split("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+
+
+def _first_budget(grid: Grid) -> dict[str, float]:
+    """The [budget] of the first run, where the recipe has none."""
+    lengths = grid.budgets or grid.tokens
+    require(
+        len(lengths) > 0,
+        "budget",
+        "neither the recipe nor the grid says how long a run is",
+        "Give budgets (FLOPs) or tokens, or a [budget] table in the recipe.",
+    )
+    return {"flops" if grid.budgets else "tokens": lengths[0]}
 
 
 def _check_has_length(tree: Mapping[str, Any], grid: Grid) -> None:

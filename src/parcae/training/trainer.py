@@ -241,7 +241,7 @@ class Trainer:
             "executed_flops": self.executed_flops,
             "best_loss": finite(self.best_loss),
             "train_loss": finite(self.train_loss),
-            "first_look": self.first_telemetry,
+            "first_telemetry": self.first_telemetry,
             "validation_loss": finite(losses[nominal].loss) if losses else None,
             "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
@@ -262,7 +262,7 @@ class Trainer:
         self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
-        self.first_telemetry = state["first_look"]
+        self.first_telemetry = state.get("first_telemetry", state.get("first_look"))
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
         self.validated = {step: losses} if losses else {}
         self.workers.barrier()  # the others may still be reading
