@@ -141,7 +141,7 @@ def test_models_of_a_sweep_are_matched_by_their_parameters():
 
 
 def test_a_role_must_be_one(tmp_path):
-    with pytest.raises(TableError, match=r"'role' is neither fit nor held-out in row 1"):
+    with pytest.raises(TableError, match=r"'role' is none of fit, held-out in row 1"):
         table_from_rows([row(role="train"), row(role="fit", test_loops=3, loss=2.0)])
 
 

@@ -35,14 +35,7 @@ from parcae.laws.bootstrap import (
 from parcae.laws.fit import Search, StartCounts, fit_law
 from parcae.laws.forms import LAWS, Law
 from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
-from parcae.laws.table import (
-    FitError,
-    GapShare,
-    Table,
-    as_table,
-    gap_shares,
-    is_transformer,
-)
+from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
 
 Progress = Callable[[str], None]
 """Called with a description when a step begins."""
@@ -179,12 +172,7 @@ def fit(
     unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
     are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
     """
-    require(
-        starts >= 1,
-        "starts",
-        f"must be >= 1, but is {starts}",
-        f"Use the default, {DEFAULT_STARTS}.",
-    )
+    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", f"Use {DEFAULT_STARTS}.")
     require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
     require(
         bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,

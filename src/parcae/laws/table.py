@@ -131,18 +131,14 @@ def table_from_rows(rows: Sequence[Mapping[str, Any]], source: str = "table") ->
 
 def read_table(path: str | Path) -> Table:
     """Read a .csv, .tsv or .parquet file; CSV cells are separated by commas, semicolons or tabs."""
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
+    path = _table_path(path)
     raw = _read_parquet(path) if path.suffix == ".parquet" else _read_csv(path)
     return Table(_typed(raw, str(path)), str(path), sha256(path))
 
 
 def write_table(path: str | Path, table: Table) -> Path:
-    """Write a .csv or .parquet file atomically."""
-    path = Path(path)
-    if path.suffix not in SUFFIXES:
-        raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
+    """Write a .csv, .tsv or .parquet file atomically."""
+    path = _table_path(path)
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -160,14 +156,18 @@ def write_table(path: str | Path, table: Table) -> Path:
     return path
 
 
+def _table_path(path: str | Path) -> Path:
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise TableError(f"{path}: unknown table format. Use one of {', '.join(SUFFIXES)}.")
+    return path
+
+
 def _cell(value: Any) -> str:
     """The text of a CSV cell: all digits of a number, without a trailing .0."""
     if isinstance(value, float | np.floating):
-        return (
-            str(int(value))
-            if float(value).is_integer() and abs(value) < 1e15
-            else repr(float(value))
-        )
+        whole = float(value).is_integer() and abs(value) < 1e15
+        return str(int(value)) if whole else repr(float(value))
     return "" if value is None else str(value)
 
 
@@ -227,18 +227,15 @@ def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:
             f"{source}: no column {missing[0]!r}. Its columns are: {present}. "
             f"Add it, or rename one. {hint}".strip()
         )
-    return {
-        name: _numbers(name, values, source)
-        if name in (*NUMBERS, *SCORES)
-        else _text(values)
-        if name in TEXTS
-        else _numbers_or_text(values)
-        for name, values in raw.items()
-    }
+    return {name: _column(name, values, source) for name, values in raw.items()}
 
 
-def _numbers_or_text(values: list[Any]) -> np.ndarray:
-    """Numbers if every value is one (NaN for empty cells), else text."""
+def _column(name: str, values: list[Any], source: str) -> np.ndarray:
+    """A column of unknown meaning has numbers if every value is one (NaN for empty cells)."""
+    if name in (*NUMBERS, *SCORES):
+        return _numbers(name, values, source)
+    if name in TEXTS:
+        return _text(values)
     try:
         return np.array([np.nan if value in ("", None) else float(value) for value in values])
     except (TypeError, ValueError):
@@ -280,12 +277,10 @@ def _check(table: Table) -> None:
     _refuse(table, unnamed, "'model' is empty", "Name the model of")
     for name in ("mean_loops", "test_loops"):
         _refuse(table, table[name] < 1, f"{name!r} must be >= 1, but is not", "Correct")
-    if "role" in table:
-        wrong = np.array([role not in ROLES for role in table["role"].tolist()])
-        _refuse(table, wrong, f"'role' is neither {' nor '.join(ROLES)}", "Correct")
-    if "set" in table:
-        wrong = np.array([name not in SETS for name in table["set"].tolist()])
-        _refuse(table, wrong, f"'set' is none of {', '.join(SETS)}", "Correct")
+    for name, known in (("role", ROLES), ("set", SETS)):
+        if name in table:
+            wrong = np.array([value not in known for value in table[name].tolist()])
+            _refuse(table, wrong, f"{name!r} is none of {', '.join(known)}", "Correct")
     _check_repeats(table)
     _check_sizes(table)
     if len(table) > 1 and np.ptp(table["loss"]) == 0:
@@ -332,14 +327,10 @@ def _refuse(table: Table, wrong: np.ndarray, problem: str, remedy: str) -> None:
 
 def _rows(indices: Iterable[int]) -> str:
     """`row 3` or `rows 3, 4`, counted from 1 without the line of column names."""
-    numbers = [index + 1 for index in indices]
-    listed = ", ".join(map(str, numbers[:MAX_LISTED_ROWS]))
-    rest = len(numbers) - MAX_LISTED_ROWS
-    return (
-        f"row {listed}"
-        if len(numbers) == 1
-        else f"rows {listed}" + (f" and {rest} more" if rest > 0 else "")
-    )
+    numbers = [str(index + 1) for index in indices]
+    listed, rest = ", ".join(numbers[:MAX_LISTED_ROWS]), len(numbers) - MAX_LISTED_ROWS
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"row {listed}" if len(numbers) == 1 else f"rows {listed}{more}"
 
 
 def is_transformer(model: str) -> bool:
@@ -369,18 +360,11 @@ def gap_shares(table: Table) -> list[GapShare]:
         for looped in table.models:
             if is_transformer(looped) or not _same_size(table, looped, smaller):
                 continue
-            tokens = float(table["tokens"][_best_row(table, smaller, None)[0]])
-            rows = [
-                _best_row(table, looped, tokens)[0],
-                _best_row(table, smaller, None)[0],
-                _best_row(table, larger, None)[0],
-            ]
-            if rows[0] < 0:
-                continue
-            for score in SCORES:
-                if score not in table:
-                    continue
-                own, small, large = (float(table[score][row]) for row in rows)
+            baselines = [_best_row(table, name, None)[0] for name in (smaller, larger)]
+            tokens = float(table["tokens"][baselines[0]])
+            row = _best_row(table, looped, tokens)[0]
+            for score in (score for score in SCORES if score in table and row >= 0):
+                own, small, large = (float(table[score][at]) for at in (row, *baselines))
                 if np.isfinite([own, small, large]).all() and small != large:
                     share = (own - small) / (large - small)
                     shares.append(GapShare(looped, smaller, larger, score, share))
@@ -393,10 +377,8 @@ def _same_size(table: Table, looped: str, transformer: str) -> bool:
         return True
     if "parameters" not in table:
         return False
-    sizes = [
-        float(table["parameters"][table["model"] == name][0]) for name in (looped, transformer)
-    ]
-    return abs(np.log(sizes[0] / sizes[1])) < np.log(SAME_SIZE)
+    own, other = (table["parameters"][table["model"] == name][0] for name in (looped, transformer))
+    return bool(abs(np.log(own / other)) < np.log(SAME_SIZE))
 
 
 def _best_row(table: Table, model: str, tokens: float | None) -> tuple[int, float]:
