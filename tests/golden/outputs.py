@@ -133,7 +133,7 @@ def outputs(name: str, model: LanguageModel, dtype: torch.dtype) -> Outputs:
     tokens, targets = batch()
     with torch.no_grad():
         if is_looped(name):
-            logits = {t: model(tokens, depths=t, state="zero").logits for t in LOOPS}
+            logits = {t: model(tokens, loops=t, state="zero").logits for t in LOOPS}
         else:
             logits = {1: model(tokens).logits}
     settings = {"depths": DEPTHS, "state": initial_state(model, dtype)} if is_looped(name) else {}
