@@ -136,7 +136,7 @@ def outputs(name: str, model: LanguageModel, dtype: torch.dtype) -> Outputs:
             logits = {t: model(tokens, loops=t, state="zero").logits for t in LOOPS}
         else:
             logits = {1: model(tokens).logits}
-    settings = {"depths": DEPTHS, "state": initial_state(model, dtype)} if is_looped(name) else {}
+    settings = {"loops": DEPTHS, "state": initial_state(model, dtype)} if is_looped(name) else {}
     loss = model(tokens, targets, **settings).loss
     loss.backward()
     gradients = {key: p.grad for key, p in model.named_parameters()}
@@ -197,7 +197,7 @@ def greedy(name: str, model: LanguageModel) -> list[int]:
     tokens = reference.generate(model, prompt, new_tokens=NEW_TOKENS, temperature=0)
     window = torch.tensor([[*prompt, *tokens]])
     with torch.no_grad():
-        settings = {"depths": 4, "state": "zero"} if is_looped(name) else {}
+        settings = {"loops": 4, "state": "zero"} if is_looped(name) else {}
         logits = model(window, **settings).logits[0, len(prompt) - 1 : -1]
     first, second = logits.topk(2).values.unbind(-1)
     lead = ((first - second) / logits.abs().amax(-1)).min().item()
