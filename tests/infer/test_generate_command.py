@@ -196,7 +196,7 @@ def test_mistakes(capsys, folder, words, message):
 
 def test_mistakes_of_folders_and_prompts(capsys, monkeypatch, folder, model, tmp_path):
     assert "no such folder" in one_line_error(capsys, tmp_path / "none", PROMPT)
-    assert "neither a model" in one_line_error(capsys, tmp_path, PROMPT)
+    assert "recipe.toml is missing. Give a run" in one_line_error(capsys, tmp_path, PROMPT)
     (tmp_path / "recipe.toml").touch()
     assert "no checkpoint yet" in one_line_error(capsys, tmp_path, PROMPT)
     assert "no such file" in one_line_error(capsys, folder, "@nowhere.txt")

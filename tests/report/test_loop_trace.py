@@ -18,7 +18,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.report.loop_trace import LoopTrace, trace_loops
-from parcae.runs.verification import write_state
+from parcae.runs.checkpoints import write_state
 
 TOKENS = [5, 17, 80, 80, 3, 60, 9]
 TEXT = "price = $x_1$ [bold] 日\n\tend      of"

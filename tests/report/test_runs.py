@@ -59,7 +59,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, bad, message):
 def test_folders_that_are_no_runs(tmp_path):
     with pytest.raises(FileError, match="no such folder"):
         read_runs([tmp_path / "nowhere"])
-    with pytest.raises(FileError, match="not the folder of a training run"):
+    with pytest.raises(FileError, match=r"not a run: recipe\.toml is missing"):
         read_runs([tmp_path])
     empty = fakes.write_run(tmp_path / "empty", [])
     with pytest.raises(FileError, match="logged nothing yet"):

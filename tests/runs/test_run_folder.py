@@ -19,17 +19,20 @@ from parcae.model import CONFIG_FILE, WEIGHTS_FILE
 from parcae.runs import (
     best_checkpoint,
     find_checkpoint,
+    find_run,
     find_tokenizer,
     last_step,
     list_checkpoints,
     load,
     open_checkpoint,
+    read_metrics,
     read_result,
     read_state,
     read_status,
     run_of,
     verify_checkpoint,
 )
+from parcae.runs.checkpoints import write_state
 from parcae.runs.layout import (
     METRICS_FILE,
     RECIPE_FILE,
@@ -38,7 +41,6 @@ from parcae.runs.layout import (
     TOKENIZER_FILE,
     checkpoint_path,
 )
-from parcae.runs.verification import write_state
 
 TOKENIZER = Tokenizer.train(["price = value\n\tend of price\n" * 5], 300)
 
@@ -215,3 +217,22 @@ def test_the_last_step_of_a_log_that_is_being_written(tmp_path):
     assert last_step(tmp_path) == 8
     os.truncate(path, 0)
     assert last_step(tmp_path) == 0
+
+
+def test_a_path_that_is_not_a_run(run, tmp_path):
+    """One message for every command that needs a run, and for those that need a model."""
+    for path, problem in {
+        tmp_path / "none": "no such folder",
+        tmp_path: "not a run: recipe.toml is missing",
+        checkpoint_path(run, 9): f"not a run, but a part of {run}",
+    }.items():
+        with pytest.raises(FileError, match=re.escape(f"{path}: {problem}. Give a folder that")):
+            find_run(path)
+    with pytest.raises(FileError, match=r"recipe\.toml is missing\. Give a run, a checkpoint, or"):
+        find_checkpoint(tmp_path)
+    (tmp_path / RECIPE_FILE).touch()
+    assert find_run(tmp_path) == tmp_path
+    with pytest.raises(FileError, match="no checkpoint yet"):
+        find_checkpoint(tmp_path)
+    with pytest.raises(FileError, match="logged nothing yet"):
+        read_metrics(tmp_path)

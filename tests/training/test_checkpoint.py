@@ -16,7 +16,7 @@ import torch
 from parcae import cli
 from parcae.files import FileError
 from parcae.recipe import write_toml
-from parcae.runs import best_checkpoint, list_checkpoints, verification
+from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
 from parcae.runs.layout import checkpoint_path, list_steps
 from parcae.training import checkpoint_writer as checkpoint
 from parcae.training.checkpoint_writer import CheckpointWriter, Snapshot
@@ -103,7 +103,7 @@ def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypatch):
-    plain, writing, enough = verification.sha256, threading.Event(), threading.Event()
+    plain, writing, enough = checkpoints.sha256, threading.Event(), threading.Event()
     during = []
 
     def slow(path):
@@ -120,7 +120,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypa
             if len(during) == 3:
                 enough.set()
 
-    monkeypatch.setattr(verification, "sha256", slow)
+    monkeypatch.setattr(checkpoints, "sha256", slow)
     monkeypatch.setattr(Trainer, "_train_step", one_step)
     quiet = {"checkpoint_every": 10, "validate_every": 0, "telemetry_every": 0}
     train(runs.recipe(text, budget={"steps": 20}, run=quiet), tmp_path / "run")

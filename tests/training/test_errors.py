@@ -231,8 +231,8 @@ def test_a_folder_that_holds_a_run(write, fails, tmp_path):
 
 
 def test_nothing_to_resume(fails, tmp_path):
-    assert "no run to resume" in fails("--resume", tmp_path)
-    assert "no run to resume" in fails("--resume", tmp_path / "none")
+    assert "not a run: recipe.toml is missing" in fails("--resume", tmp_path)
+    assert "none: no such folder" in fails("--resume", tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 

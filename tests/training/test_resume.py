@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from parcae.runs import verification
+from parcae.runs import checkpoints
 from parcae.training.run import train
 from training import runs
 
@@ -20,13 +20,13 @@ STEPS = 150
 def go(recipe, out, resume, slow_checkpoints):
     torch.set_num_threads(1)
     if slow_checkpoints:  # so that kills fall into the middle of one
-        plain = verification.sha256
+        plain = checkpoints.sha256
 
         def slow(path):
             time.sleep(0.05)
             return plain(path)
 
-        verification.sha256 = slow
+        checkpoints.sha256 = slow
     train(recipe, out, resume=resume)
 
 

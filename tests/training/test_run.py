@@ -72,7 +72,7 @@ def test_a_run_is_resumed_by_its_folder(finished):
     assert parcae.train(result.folder, resume=True, run={"keep_last": 3}) == result
     with pytest.raises(ConfigError, match=r"budget\.steps: differs from the run"):
         parcae.train(result.folder, resume=True, budget={"steps": 3})
-    with pytest.raises(FileError, match="no run to resume"):
+    with pytest.raises(FileError, match="not a run, but a part of"):
         parcae.train(result.folder / "checkpoints", resume=True)
 
 

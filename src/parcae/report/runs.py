@@ -16,7 +16,7 @@ import numpy as np
 
 from parcae.config import ConfigError, ModelConfig
 from parcae.presets import model_from_table
-from parcae.runs import check_run_folder, read_metrics, read_recipe_table, read_result
+from parcae.runs import find_run, read_metrics, read_recipe_table, read_result
 from parcae.runs.layout import RECIPE_FILE
 from parcae.runs.records import Line
 
@@ -142,13 +142,13 @@ class Run:
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """Read runs in the order given, each once, under names that differ."""
     for folder in folders:
-        check_run_folder(folder)
+        find_run(folder)
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     return [read_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    check_run_folder(folder)
+    find_run(folder)
     return Run(
         folder=folder,
         name=name or folder.resolve().name,

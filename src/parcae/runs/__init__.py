@@ -1,8 +1,7 @@
 """The run folder: file names, checkpoints, results. The only package that knows what is in one.
 
 layout        names of files and folders
-checkpoints   list, choose (newest, best), state.json
-verification  checksums of a checkpoint
+checkpoints   list, choose (newest, best), verify; state.json
 loading       from a path to a model and its tokenizer
 records       recipe.toml, metrics.jsonl, result.json
 """
@@ -12,26 +11,25 @@ from parcae.runs.checkpoints import (
     find_checkpoint,
     list_checkpoints,
     read_state,
+    verify_checkpoint,
 )
-from parcae.runs.layout import run_of
+from parcae.runs.layout import find_run, run_of
 from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
 from parcae.runs.records import (
     FINAL_STATUSES,
-    check_run_folder,
     last_step,
     read_metrics,
     read_recipe_table,
     read_result,
     read_status,
 )
-from parcae.runs.verification import verify_checkpoint
 
 __all__ = [
     "FINAL_STATUSES",
     "Checkpoint",
     "best_checkpoint",
-    "check_run_folder",
     "find_checkpoint",
+    "find_run",
     "find_tokenizer",
     "last_step",
     "list_checkpoints",

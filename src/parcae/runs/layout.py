@@ -25,6 +25,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from parcae.files import FileError
+
 RECIPE_FILE = "recipe.toml"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "merges.txt")
@@ -81,6 +83,20 @@ def is_checkpoint_path(folder: Path) -> bool:
 def step_of(checkpoint: Path) -> int:
     """The optimiser step that a checkpoint's folder is named after."""
     return int(checkpoint.name.removeprefix(_STEP))
+
+
+def find_run(path: str | Path, expected: str = "a folder that `parcae train` has written") -> Path:
+    """The path itself, if it is a run; a FileError that asks for what is `expected` otherwise."""
+    path = Path(path)
+    if (path / RECIPE_FILE).is_file():
+        return path
+    if not path.is_dir():
+        problem = "no such folder"
+    elif (run := run_of(path)) is not None:
+        problem = f"not a run, but a part of {run}"
+    else:
+        problem = f"not a run: {RECIPE_FILE} is missing"
+    raise FileError(f"{path}: {problem}. Give {expected}.")
 
 
 def run_of(path: str | Path) -> Path | None:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parcae.config import require
 from parcae.files import FileError
-from parcae.runs.checkpoints import find_checkpoint
+from parcae.runs.checkpoints import find_checkpoint, verify_model_folder
 from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES, run_of
-from parcae.runs.verification import verify_model_folder
 
 if TYPE_CHECKING:
     import torch

@@ -19,20 +19,6 @@ FINAL_STATUSES: tuple[RunStatus, ...] = ("diverged", "finished")
 TAIL_BYTES = 1 << 16
 
 
-def check_run_folder(folder: str | Path) -> Path:
-    """The folder itself, if it holds a run that has started; FileError otherwise."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder. Give the folder of a training run.")
-    for name in (RECIPE_FILE, METRICS_FILE):
-        if not (folder / name).is_file():
-            raise FileError(
-                f"{folder}: not the folder of a training run: {name} is missing. "
-                "Give a folder that `parcae train` has written."
-            )
-    return folder
-
-
 def read_recipe_table(run: str | Path) -> dict[str, Any]:
     """The tables of recipe.toml, unchecked; `parcae.training.settings` builds a Recipe of them."""
     try:
@@ -71,6 +57,8 @@ def read_metrics(run: str | Path) -> dict[str, list[Line]]:
     path = Path(run) / METRICS_FILE
     try:
         raw = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        raw = []
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
     rows = [(number, line) for number, line in enumerate(raw, 1) if line.strip()]
@@ -89,7 +77,7 @@ def read_metrics(run: str | Path) -> dict[str, list[Line]]:
             raise FileError(f"{path}, line {number}: not a JSON object. Fix or delete that line.")
         kinds.setdefault(str(value.get("kind")), []).append(value)
     if not kinds:
-        raise FileError(f"{path}: empty; the run has logged nothing yet. Wait for its first step.")
+        raise FileError(f"{path}: the run has logged nothing yet. Wait for its first step.")
     return kinds
 
 

@@ -33,7 +33,13 @@ from torch.distributed.tensor import DTensor
 
 from parcae.files import FileError, flush, write_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE
-from parcae.runs.checkpoints import best_checkpoint, list_checkpoints, read_state
+from parcae.runs.checkpoints import (
+    best_checkpoint,
+    list_checkpoints,
+    read_state,
+    verify_checkpoint,
+    write_state,
+)
 from parcae.runs.layout import (
     OPTIMISER_FILE,
     OPTIMISER_FOLDER,
@@ -45,7 +51,6 @@ from parcae.runs.layout import (
     list_steps,
     step_of,
 )
-from parcae.runs.verification import verify_checkpoint, write_state
 from parcae.training.distributed import ProcessGroupWorkers, Workers
 
 

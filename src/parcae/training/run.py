@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError
-from parcae.files import FileError, write_text
+from parcae.files import write_text
 from parcae.recipe import write_toml
-from parcae.runs import read_metrics, read_result
+from parcae.runs import find_run, read_metrics, read_result
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
     DATA_FOLDER,
@@ -147,9 +147,7 @@ def default_folder(recipe: str | Path) -> Path:
 
 def read_recipe(run: Path, flags: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of an existing run, with flags over it."""
-    if not (run / RECIPE_FILE).exists():
-        raise FileError(f"{run}: no run to resume, {RECIPE_FILE} is missing. Check the path.")
-    return recipe_from_file(run / RECIPE_FILE, flags)
+    return recipe_from_file(find_run(run) / RECIPE_FILE, flags)
 
 
 def start_run(run: Path, recipe: Recipe) -> None:
