@@ -112,6 +112,11 @@ class LoopConfig(Settings, table="model.loop"):
         """A mean of one loop is the paper's fixed-depth baseline: T = 1, nothing is drawn."""
         return self.mean_loops == 1
 
+    @property
+    def draws_per_sequence(self) -> bool:
+        """Whether the depth of a sequence does not depend on the others in its micro-batch."""
+        return self.draw_per == "sequence" or self.is_fixed_depth or self.sampler == "fixed"
+
     def mean_at(self, step: int) -> float:
         """The mean in force at an optimiser step; a curriculum starts it at one loop."""
         if self.curriculum is None:

@@ -224,8 +224,8 @@ def test_a_folder_that_holds_a_run(write, fails, tmp_path):
     error = fails(recipe, "--out", run)
     assert f"exists and holds a run. Continue it with `parcae train --resume {run}`" in error
     error = fails("--resume", run, "--optimiser.lr", "0.1")
-    assert error.startswith("parcae: optimiser.lr: differs from the run")
-    assert "budget.steps: differs" in fails("--resume", run, "--budget.steps", "9")
+    assert error.startswith(f"parcae: optimiser.lr: 0.1, but the run in {run} has 0.008")
+    assert "budget.steps: 9, but the run" in fails("--resume", run, "--budget.steps", "9")
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     assert cli.main(["train", "--resume", str(run), "--run.keep_last", "5"]) == 0
 

@@ -15,11 +15,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parcae.training import distributed, trainer
+from parcae.config import ConfigError
+from parcae.data.loader import Loader
+from parcae.model.looped import LoopedModel
+from parcae.recipe import merge
+from parcae.training import corpora, distributed, trainer
 from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
 from parcae.training.run import train
+from parcae.training.settings import plain_recipe, resolve_recipe
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -69,9 +74,36 @@ def go(recipe, out, resume=False, stop_after=None):
     train(recipe, out, resume=resume)
 
 
-def go_in_float64(*arguments):
+def record_rows(path):
+    """Append [step, row, its tokens] and [step, row, its depth] of this process's rows."""
+    take, draw = Loader.__next__, LoopedModel.draw
+    stream = path.open("a", buffering=1)
+
+    def recorded_batch(loader):
+        batch, step = take(loader), loader.step - 1
+        rows = range(loader._rank, loader.config.global_batch, loader._world_size)
+        for row, tokens in zip(rows, batch.inputs.tolist(), strict=True):
+            stream.write(json.dumps([step, row, tokens]) + "\n")
+        return batch
+
+    def recorded_draw(model, seed, step, rows, length):
+        drawn = draw(model, seed, step, rows, length)
+        for row, depth in zip(rows, drawn["depths"].loops, strict=True):
+            stream.write(json.dumps([step, row, depth]) + "\n")
+        return drawn
+
+    Loader.__next__, LoopedModel.draw = recorded_batch, recorded_draw
+
+
+def go_in_float64(recipe, out, *arguments):
     runs.compute_in_float64()
-    go(*arguments)
+    record_rows(out.with_suffix(".rows"))
+    go(recipe, out, *arguments)
+
+
+def rows_of(out):
+    """Every row of every step with its tokens and its depth, whichever process it was on."""
+    return sorted(set(out.with_suffix(".rows").read_text().splitlines()))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +155,32 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "interrupted"
     together(after, go_in_float64, recipe, tmp_path / "run", True)
     assert_same_curve(tmp_path / "run", reference)
+    assert rows_of(tmp_path / "run") == rows_of(reference)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_every_process_starts_from_the_same_weights(kind, alone, tmp_path):
+    """Two processes from the weights of a run train what one does from them."""
+    recipe, source = alone
+    tables = plain_recipe(recipe) | {"budget": {"steps": 4}, "start": {"checkpoint": str(source)}}
+    tuned = resolve_recipe(merge(tables, {"run": {"parallel": kind, "validate_every": 2}}))
+    together(0, go_in_float64, tuned, tmp_path / "one")
+    together(2, go_in_float64, tuned, tmp_path / "two")
+    assert_same_curve(tmp_path / "two", tmp_path / "one", steps=4)
+    assert runs.lines(tmp_path / "two", "validation", "losses")[0] == (
+        0,
+        {
+            t: pytest.approx(x, rel=TOLERANCE)
+            for t, x in runs.lines(source, "validation", "losses")[-1][1].items()
+        },
+    )
+
+
+def test_depths_per_micro_batch_need_the_same_number_of_processes(alone, tmp_path, capfd):
+    recipe = runs.changed(alone[0], model={"loop": {"draw_per": "micro-batch"}})
+    together(2, go, recipe, tmp_path / "run", False, 2)
+    with pytest.raises(ConfigError, match=r"model\.loop\.draw_per: .*, which was 2 and is 1"):
+        train(recipe, tmp_path / "run", resume=True)
 
 
 def test_a_sharded_checkpoint_is_a_model_that_loads(alone, tmp_path):
@@ -202,13 +260,13 @@ def test_the_first_process_may_do_more_alone(rows, tmp_path):
 
 def go_slowly(recipe, out):
     distributed.TIMEOUT, distributed.POLL_SECONDS = timedelta(seconds=2), 0.1
-    real = trainer.prepare_corpora
+    real = corpora.prepare_corpora
 
     def prepare(*arguments):
         time.sleep(6)
         real(*arguments)
 
-    trainer.prepare_corpora = prepare
+    corpora.prepare_corpora = prepare
     train(recipe, out)
 
 

@@ -70,7 +70,7 @@ def test_a_run_is_resumed_by_its_folder(finished):
     _, result = finished
     assert parcae.train(result.folder, resume=True) == result
     assert parcae.train(result.folder, resume=True, run={"keep_last": 3}) == result
-    with pytest.raises(ConfigError, match=r"budget\.steps: differs from the run"):
+    with pytest.raises(ConfigError, match=r"budget\.steps: 3, but the run in .* has 2"):
         parcae.train(result.folder, resume=True, budget={"steps": 3})
     with pytest.raises(FileError, match="not a run, but a part of"):
         parcae.train(result.folder / "checkpoints", resume=True)

@@ -1,4 +1,4 @@
-"""`parcae train`: train a model from a recipe, or resume a run."""
+"""`parcae train`: train a model from a recipe, from existing weights too, or resume a run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,19 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="RUN",
         help="continue the run in this folder from its newest checkpoint (default: a new run)",
     )
+    parser.add_argument(
+        "--from",
+        dest="start_from",
+        metavar="CHECKPOINT",
+        help="start from the weights of a run, checkpoint or model folder, with a new optimiser, "
+        "schedule and data (default: random weights)",
+    )
     parser.set_defaults(run=run, takes_settings=True, lists_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae.config import ConfigError, require
-    from parcae.recipe import parse_flags
+    from parcae.recipe import merge, parse_flags
     from parcae.training.run import default_folder, read_recipe, train
     from parcae.training.settings import resolve_recipe
 
@@ -51,8 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     if resumed is not None:
         message = "a resumed run stays in its folder"
         require(arguments.out is None, "--out", message, "Omit --out.")
+        message = "a resumed run continues from its own weights"
+        require(arguments.start_from is None, "--from", message, "Omit --from or --resume.")
         result = train(read_recipe(resumed, overrides), resumed, resume=True)
     elif source is not None:
+        if arguments.start_from is not None:
+            overrides = merge(overrides, {"start": {"checkpoint": arguments.start_from}})
         result = train(resolve_recipe(source, overrides), arguments.out or default_folder(source))
     else:
         raise ConfigError(f"train: no recipe is given. {remedy}")

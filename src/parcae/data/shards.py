@@ -234,8 +234,7 @@ class ShardedDocuments:
     @property
     def fingerprint(self) -> str:
         """sha256 of the tokens in their order."""
-        digests = "".join(record.sha256 for record in self.records)
-        return hashlib.sha256(digests.encode()).hexdigest()
+        return fingerprint(self.manifest, self.split)
 
     @property
     def bytes_per_token(self) -> float:
@@ -311,6 +310,12 @@ def read_manifest(folder: str | Path) -> Manifest:
     if manifest.get("format") != FORMAT:
         raise FileError(f"{folder / MANIFEST}: format is not {FORMAT}. {REMEDY}")
     return manifest
+
+
+def fingerprint(manifest: Manifest, split: Split) -> str:
+    """Identifies the documents of a split: sha256 of the checksums of its shards."""
+    digests = "".join(entry["sha256"] for entry in manifest["shards"][split])
+    return hashlib.sha256(digests.encode()).hexdigest()
 
 
 def read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:

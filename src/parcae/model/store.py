@@ -57,25 +57,36 @@ def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageMode
     content = read_json(folder / CONFIG_FILE)
     if is_release(content):
         config, weights = read_release(folder, content)
-    elif isinstance(content, dict) and content.get("format") == FORMAT:
+    else:
+        config, weights = _own_config(folder, content), read_weights(folder / WEIGHTS_FILE)
+    model = build(config)
+    assign(model, weights, folder)
+    return model.to(device).eval()
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration of the model in a model folder."""
+    from parcae.model.release import is_release, read_release
+
+    content = read_json(folder / CONFIG_FILE)
+    return read_release(folder, content)[0] if is_release(content) else _own_config(folder, content)
+
+
+def _own_config(folder: Path, content: Any) -> ModelConfig:
+    if isinstance(content, dict) and content.get("format") == FORMAT:
         if content.get("version") != VERSION:
             raise FileError(
                 f"{folder / CONFIG_FILE}: format version {content.get('version')}, but this parcae "
                 f"reads version {VERSION}. Update parcae."
             )
         try:
-            config = build_config(ModelConfig, content.get("model", {}))
+            return build_config(ModelConfig, content.get("model", {}))
         except ConfigError as error:
             raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from None
-        weights = read_weights(folder / WEIGHTS_FILE)
-    else:
-        raise FileError(
-            f"{folder / CONFIG_FILE}: neither a parcae checkpoint (format = 'parcae') nor the "
-            "reference release's (_class_name). Export the model to one of them."
-        )
-    model = build(config)
-    assign(model, weights, folder)
-    return model.to(device).eval()
+    raise FileError(
+        f"{folder / CONFIG_FILE}: neither a parcae checkpoint (format = 'parcae') nor the "
+        "reference release's (_class_name). Export the model to one of them."
+    )
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -107,7 +118,15 @@ def _join(folder: Path) -> dict[str, Tensor]:
 
 def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) -> None:
     """Assign tensors to parameters. Missing, unexpected and wrongly shaped ones are errors."""
-    expected = model.state_dict()
+    check_weights(model.state_dict(), weights, source)
+    model.load_state_dict(dict(weights), strict=True, assign=True)
+    model.requires_grad_(True)
+
+
+def check_weights(
+    expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: Path
+) -> None:
+    """Raise FileError unless the weights have the expected names and shapes, and are floats."""
     problems = [f"missing {name}" for name in expected if name not in weights]
     problems += [f"unexpected {name}" for name in weights if name not in expected]
     problems += [
@@ -125,5 +144,3 @@ def assign(model: LanguageModel, weights: Mapping[str, Tensor], source: Path) ->
             f"; and {len(problems) - 8} more" if problems[8:] else ""
         )
         raise FileError(f"{source}: the weights do not fit the configuration: {shown}.")
-    model.load_state_dict(dict(weights), strict=True, assign=True)
-    model.requires_grad_(True)

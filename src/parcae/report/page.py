@@ -108,6 +108,7 @@ def summary(run: Run) -> str:
         f"{count(run.amount('tokens'))} tokens",
         f"validation loss {', '.join(at)}" if at else "not validated",
         duration(run.amount("seconds")),
+        *([f"starts from {run.start}"] if run.start else []),
     ]
     return " · ".join(part for part in parts if not part.startswith(NONE))
 

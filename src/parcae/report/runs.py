@@ -60,6 +60,14 @@ class Run:
         return "/".join(self.folder.resolve().parts[-2:]).lstrip("/")
 
     @property
+    def start(self) -> str | None:
+        """The checkpoint whose weights the run started from, and their checksum."""
+        table = self.recipe.get("start")
+        if not isinstance(table, Mapping) or not table.get("checkpoint"):
+            return None
+        return f"{table['checkpoint']} (sha256 {str(table.get('sha256'))[:12]})"
+
+    @property
     def train(self) -> list[Line]:
         return self.lines.get("train", [])
 

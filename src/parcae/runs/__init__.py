@@ -12,6 +12,7 @@ from parcae.runs.checkpoints import (
     list_checkpoints,
     read_state,
     verify_checkpoint,
+    weights_checksum,
 )
 from parcae.runs.layout import find_run, run_of
 from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
@@ -42,4 +43,5 @@ __all__ = [
     "read_status",
     "run_of",
     "verify_checkpoint",
+    "weights_checksum",
 ]

@@ -124,6 +124,22 @@ def verify_checkpoint(folder: Path) -> None:
             raise FileError(f"{folder / name}: damaged, its checksum differs. {REMEDY}")
 
 
+def weights_checksum(folder: Path) -> str:
+    """sha256 of the weights in a model folder: of their file, or of the digests of several.
+
+    That of a run's checkpoint is read from its state.json, which `load` verifies.
+    """
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    if (folder / STATE_FILE).exists():
+        recorded = read_state(folder).get("files") or {}
+        digests = [str(recorded.get(path.name)) for path in files]
+    else:
+        digests = [sha256(path) for path in files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
 def _checksum(state: Mapping[str, Any]) -> str:
     """Of plain values, as they are read back from JSON."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -143,5 +143,8 @@ class RandomData:
     def can_validate(self, recipe: Recipe) -> bool:
         return False
 
+    def fingerprints(self) -> list[dict[str, str]]:
+        return []
+
     def bytes_of_token(self) -> None:
         return None

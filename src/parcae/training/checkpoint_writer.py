@@ -75,7 +75,8 @@ class CheckpointWriter:
         self.keep_last, self.keep_best = keep_last, keep_best
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        self._newest: int | None = None
+        self.newest: int | None = None
+        """The step of the last checkpoint that was saved or loaded."""
         if workers.is_first:  # it holds the lock of the run folder
             for path in hidden_checkpoints(run):
                 shutil.rmtree(path, ignore_errors=True)
@@ -86,9 +87,9 @@ class CheckpointWriter:
         All processes must call this, and `wait`, together.
         """
         self.wait()
-        if snapshot.step == self._newest:  # known to every process without communication
+        if snapshot.step == self.newest:  # known to every process without communication
             return
-        self._newest = snapshot.step
+        self.newest = snapshot.step
         hidden = hidden_path(self.run, snapshot.step)
         if isinstance(self.workers, ProcessGroupWorkers) and self.workers.sharded:
             parts = [(hidden, snapshot.weights), (hidden / OPTIMISER_FOLDER, snapshot.optimiser)]
@@ -174,7 +175,7 @@ class CheckpointWriter:
     ) -> dict[str, Any]:
         """Read into live tensors in place; returns state.json."""
         folder = checkpoint_path(self.run, step)
-        self._newest = step
+        self.newest = step
         read_tensors(weights, folder, self.workers)
         read_tensors(optimiser, folder / OPTIMISER_FOLDER, self.workers)
         return read_state(folder)

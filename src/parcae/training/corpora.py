@@ -6,10 +6,10 @@ opens the shards, so that every process and a resumed run read the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ from parcae import console
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source
 from parcae.data.preparation import prepare
-from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
-from parcae.data.sources import SPLITS, ReadOptions, find_files
+from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
+from parcae.data.sources import SPLITS, ReadOptions, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.evaluation.loss import held_out_batches, with_held_out_rows
-from parcae.files import FileError
+from parcae.files import FileError, read_json
+from parcae.runs import find_checkpoint, find_tokenizer
 from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
 from parcae.training.settings import Recipe
 
@@ -41,6 +42,7 @@ class TrainingData(Protocol):
     def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]: ...
     def can_validate(self, recipe: Recipe) -> bool: ...
     def bytes_of_token(self) -> Tensor | None: ...
+    def fingerprints(self) -> list[dict[str, str]]: ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Corpora:
     def can_validate(self, recipe: Recipe) -> bool:
         return bool(self._held_out(recipe))
 
+    def fingerprints(self) -> list[dict[str, str]]:
+        """What identifies the documents of each source, by split."""
+        manifests = map(read_manifest, self.folders)
+        return [{split: fingerprint(manifest, split) for split in SPLITS} for manifest in manifests]
+
     def _held_out(self, recipe: Recipe) -> list[Path]:
         """The folders whose held-out documents fill at least one row."""
         return with_held_out_rows(self.folders, recipe.model.context_length)
@@ -112,8 +119,9 @@ class Corpora:
 def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) -> None:
     """Train the tokenizer and tokenise the sources into the run folder, where that is not done.
 
-    `report` is called with a message before each long operation. Only one process of a run may do
-    this; all of them call `open_corpora` afterwards.
+    A run that has trained keeps its tokenizer and its shards. `report` is called with a message
+    before each long operation. Only one process of a run may do this; all of them call
+    `open_corpora` afterwards.
     """
     tokenizer = _find_tokenizer(recipe, run)
     if tokenizer is None:
@@ -132,15 +140,23 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
     for source, folder in _folders(recipe, run):
         if source == folder:
             _check_tokenizer(folder, tokenizer)
-        elif not _is_in_use(run, folder):
-            _tokenise(str(source), tokenizer, recipe, folder, report)
+        elif not (_has_trained(run) and (folder / MANIFEST).exists()):
+            try:
+                _tokenise(str(source), tokenizer, recipe, folder, report)
+            except FileError as error:
+                if not _has_trained(run):
+                    raise
+                raise FileError(
+                    f"{error} If the data of this run was moved, give its new path by "
+                    "--data.sources."
+                ) from None
 
 
 def open_corpora(recipe: Recipe, run: Path) -> Corpora:
     """The prepared data of a run; creates nothing."""
-    tokenizer = _find_tokenizer(recipe, run)
-    if tokenizer is None:
+    if not (run / TOKENIZER_FILE).exists():
         raise FileError(f"{run / TOKENIZER_FILE}: no such file. The data is not prepared yet.")
+    tokenizer = Tokenizer.load(run / TOKENIZER_FILE)
     _check_vocabulary(tokenizer, recipe)
     folders = []
     for source, folder in _folders(recipe, run):
@@ -153,6 +169,53 @@ def open_corpora(recipe: Recipe, run: Path) -> Corpora:
     return Corpora(tuple(folders), weights, names, tokenizer)
 
 
+def check_moved(recipe: Recipe, before: Recipe, run: Path) -> None:
+    """Refuse new paths of a tokenizer or of files that hold something else than the run used.
+
+    Shards are compared by `check_same_data`.
+    """
+    tokenizer, sources = recipe.data.tokenizer, recipe.data.sources
+    if tokenizer is not None and tokenizer != before.data.tokenizer:
+        require(
+            Tokenizer.load(tokenizer).sha256 == Tokenizer.load(run / TOKENIZER_FILE).sha256,
+            "data.tokenizer",
+            f"{tokenizer} is not the tokenizer of the run in {run}",
+            "Omit the setting: the run has a copy of its tokenizer.",
+        )
+    require(
+        len(sources) == len(before.data.sources),
+        "data.sources",
+        f"{len(sources)} given, but the run in {run} has {len(before.data.sources)}",
+        "Give the new path of each, in the same order.",
+    )
+    folders = zip(_folders(recipe, run), before.data.sources, strict=True)
+    for (source, folder), old in folders:
+        if str(source) not in (str(folder), old) and (folder / SOURCES).exists():
+            try:
+                digests = [digest for _, digest in digest_files(find_files([source]), {}).values()]
+            except FileError:
+                continue  # it is gone, and the run does not need it
+            require(
+                digests == [entry["sha256"] for entry in read_json(folder / SOURCES)],
+                "data.sources",
+                f"{source} has other contents than {old}, on which the run in {run} was trained",
+                "Omit the setting: the run has a copy of its tokens.",
+            )
+
+
+def check_same_data(corpora: Corpora, used: Sequence[Mapping[str, str]], run: Path) -> None:
+    """Refuse shards that do not have the fingerprints of those the run has used."""
+    for folder, now, before in zip(corpora.folders, corpora.fingerprints(), used, strict=True):
+        for split in SPLITS:
+            require(
+                now[split] == before[split],
+                "data.sources",
+                f"the {split} documents in {folder} are not those of the run in {run} "
+                f"(fingerprint {now[split][:12]} instead of {before[split][:12]})",
+                "Give the path of the data it was trained on by --data.sources.",
+            )
+
+
 def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
     """(source, folder of its shards): a source that is a folder of shards is its own folder."""
     return [
@@ -162,17 +225,41 @@ def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
 
 
 def _find_tokenizer(recipe: Recipe, run: Path) -> Tokenizer | None:
-    """The tokenizer of a run that has started, of the recipe, of prepared sources, or of the run
-    folder; None where one has to be trained."""
+    """The tokenizer of a run that has trained, of the weights it starts from, of the recipe, of
+    prepared sources, or of the run folder; None where one has to be trained."""
     in_run = (run / TOKENIZER_FILE).exists()
-    if (run / METRICS_FILE).exists() and in_run:
-        return Tokenizer.load(run / TOKENIZER_FILE)  # a resumed run keeps its tokenizer
-    if recipe.data.tokenizer is not None:
-        return Tokenizer.load(recipe.data.tokenizer)
-    for source in map(Path, recipe.data.sources):
-        if (source / MANIFEST).exists():
-            return Tokenizer.load(source)
+    if in_run and _has_trained(run):
+        return Tokenizer.load(run / TOKENIZER_FILE)
+    prepared = (source for source in recipe.data.sources if (Path(source) / MANIFEST).exists())
+    path = recipe.data.tokenizer or next(prepared, None)
+    if recipe.start.checkpoint is not None:
+        return _tokenizer_of_weights(find_checkpoint(recipe.start.checkpoint), path)
+    if path is not None:
+        return Tokenizer.load(path)
     return Tokenizer.load(run / TOKENIZER_FILE) if in_run else None
+
+
+def _tokenizer_of_weights(folder: Path, path: str | None) -> Tokenizer:
+    """The tokenizer beside the weights; one that the recipe or its shards name must be the same."""
+    named = None if path is None else Tokenizer.load(path)
+    try:
+        own = find_tokenizer(folder)
+    except FileError:
+        require(
+            named is not None,
+            "data.tokenizer",
+            f"missing, and there is none beside the weights in {folder}",
+            "Give the tokenizer they were trained with.",
+        )
+        return cast(Tokenizer, named)
+    tokenizer = Tokenizer.load(own)
+    require(
+        named is None or named.sha256 == tokenizer.sha256,
+        "data.tokenizer",
+        f"{path} has another tokenizer than the weights in {folder}",
+        f"Omit data.tokenizer, and prepare shards with --tokenizer {own}.",
+    )
+    return tokenizer
 
 
 def _check_vocabulary(tokenizer: Tokenizer, recipe: Recipe) -> None:
@@ -203,9 +290,9 @@ def _read_options(recipe: Recipe) -> ReadOptions:
     return ReadOptions(separator=recipe.data.separator)
 
 
-def _is_in_use(run: Path, folder: Path) -> bool:
-    """Whether a run has trained on these shards: it no longer needs their source."""
-    return (run / METRICS_FILE).exists() and (folder / MANIFEST).exists()
+def _has_trained(run: Path) -> bool:
+    """Whether a run has begun: it keeps its tokenizer, and no longer needs what it tokenised."""
+    return (run / METRICS_FILE).exists()
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

@@ -173,6 +173,8 @@ class ShardedWorkers(ProcessGroupWorkers):
     @contextmanager
     def full_weights(self) -> Iterator[None]:
         """Weights stay whole after a forward: processes may run different numbers of forwards."""
+        # Where no step was taken yet, the first part to run would else become the root.
+        self._units[0]._get_fsdp_state()._lazy_init()
         self._reshard_after_forward(False)
         for unit in self._units:
             unit.unshard()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from parcae.config import ConfigError
+from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
 from parcae.infer import DEFAULT_TEMPERATURE
@@ -25,7 +25,7 @@ from parcae.training.distributed import Workers, compute_dtype
 from parcae.training.guard import Guard
 from parcae.training.optim import Optimiser
 from parcae.training.schedule import factors, total_steps
-from parcae.training.settings import Recipe
+from parcae.training.settings import Recipe, plain_recipe
 from parcae.training.telemetry import observe
 
 SAMPLE_DEPTHS = (1, 2, 4, 8)
@@ -163,7 +163,10 @@ class Learner:
             optimiser=self.optimiser.tensors(),
             header=header(self.recipe.model),
             state={
+                "processes": self.workers.size,
                 "seed": self.recipe.run.seed,
+                "recipe": plain_recipe(self.recipe),
+                "sources": self.corpora.fingerprints(),
                 "data": self.loader.state_dict(),
                 "guard": self.guard.state(),
                 **counters,
@@ -172,6 +175,14 @@ class Learner:
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Set all but the tensors, which were read in place."""
+        before, now = state.get("processes", self.workers.size), self.workers.size
+        require(
+            before == now or self.recipe.model.loop.draws_per_sequence,
+            "model.loop.draw_per",
+            f'depths drawn per "micro-batch" depend on the number of processes, which was {before} '
+            f"and is {now}",
+            f"Resume with {before}.",
+        )
         self.loader.load_state_dict(state["data"])
         self.guard.restore(state["guard"])
         self.step = step

@@ -7,16 +7,17 @@ result.status, result.losses, pandas.DataFrame(result.table())
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from parcae.config import ConfigError
-from parcae.files import write_text
-from parcae.recipe import write_toml
-from parcae.runs import find_run, read_metrics, read_result
+from parcae.config import ConfigError, require
+from parcae.files import FileError, write_text
+from parcae.recipe import merge, write_toml
+from parcae.runs import find_run, list_checkpoints, read_metrics, read_result, read_state
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
     DATA_FOLDER,
@@ -25,23 +26,41 @@ from parcae.runs.layout import (
     RESULT_FILE,
     TOKENIZER_FILE,
 )
-from parcae.training.settings import Recipe, plain_recipe, recipe_from_file, resolve_recipe
+from parcae.training.settings import (
+    Recipe,
+    plain_recipe,
+    recipe_from_file,
+    recipe_from_tree,
+    resolve_recipe,
+)
+from parcae.training.start import with_recorded_start
 
 HEADER = "# Every setting of this run, resolved; written by parcae.\n"
+MOVED = {"data": {"sources", "tokenizer"}}
+"""Paths that may differ when a run is resumed, if they lead to the same data."""
 FREE_TO_CHANGE = {
-    "data": {"prefetch", "verify"},
+    "data": {"micro_batch", "prefetch", "verify"},
     "run": {
         "device",
         "parallel",
+        "compile",
+        "checkpoint_loops",
+        "deterministic",
+        "validate_every",
+        "validation_depths",
+        "telemetry_every",
+        "telemetry_rows",
         "checkpoint_every",
         "keep_last",
         "keep_best",
         "sample_prompts",
         "sample_tokens",
+        "bad_steps_in_a_row",
         "sinks",
     },
 }
-"""Settings that do not change what is learned, and may differ when a run is resumed."""
+"""Settings that do not change what is learned, and may differ when a run is resumed. Rows to
+validate on may not: the best checkpoint is chosen by losses on the same rows."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +133,23 @@ def train(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     out: str | Path | None = None,
     resume: bool = False,
+    start_from: str | Path | None = None,
     **overrides: Any,
 ) -> TrainResult:
     """Train a model into the run folder `out`, and return the result.
 
     `recipe` is the path of a recipe, the name of one that comes with parcae ("demo"), a dict of its
     tables, or a `Recipe`. With `resume` the run in `out` continues from its newest intact
-    checkpoint; `recipe` may then be the run folder itself. Keyword arguments are tables over the
-    recipe: `train("demo", out="runs/a", budget={"steps": 100})`. `out` is runs/<name of the recipe>
-    by default.
+    checkpoint; `recipe` may then be the run folder itself. `start_from`, anything that
+    `parcae.load` takes, gives a new run its weights, model and tokenizer; optimiser, schedule and
+    data are new. Keyword arguments are tables over the recipe:
+    `train("demo", out="runs/a", budget={"steps": 100})`. `out` is runs/<name of the recipe> by
+    default.
     """
+    if start_from is not None:
+        message = "a resumed run continues from its own weights"
+        require(not resume, "start_from", message, "Give one of start_from and resume.")
+        overrides = merge(overrides, {"start": {"checkpoint": str(start_from)}})
     if resume and out is None:
         if not isinstance(recipe, str | Path):
             raise ConfigError("out: missing. Give the folder of the run to resume.")
@@ -150,17 +176,20 @@ def read_recipe(run: Path, flags: Mapping[str, Any] | None = None) -> Recipe:
     return recipe_from_file(find_run(run) / RECIPE_FILE, flags)
 
 
-def start_run(run: Path, recipe: Recipe) -> None:
-    """Write the recipe of a new run; a folder that holds a run is refused.
+def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recipe:
+    """Write the recipe of a new run and prepare its data; a folder that holds a run is refused.
 
     A run that never reached its first step starts again, without what was prepared for another
-    recipe.
+    recipe. Returns the recipe as it was written. `report` is called before each long operation.
     """
+    from parcae.training.corpora import prepare_corpora
+
     if (run / METRICS_FILE).exists():
         raise ConfigError(
             f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
             "or use another --out."
         )
+    recipe = with_recorded_start(recipe)
     text, path = _recipe_text(recipe), run / RECIPE_FILE
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
     if before is None or not before.startswith(HEADER):
@@ -174,18 +203,57 @@ def start_run(run: Path, recipe: Recipe) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         (run / TOKENIZER_FILE).unlink(missing_ok=True)
     write_text(path, text)
+    prepare_corpora(recipe, run, report)
+    return recipe
 
 
-def resume_run(run: Path, recipe: Recipe) -> None:
-    """Write the recipe of a resumed run; one that would change what is learned is refused."""
-    before, now = plain_recipe(read_recipe(run)), plain_recipe(recipe)
-    changed = [key for key in differences(before, now) if not _is_free(key)]
-    if changed:
-        raise ConfigError(
-            f"{changed[0]}: differs from the run in {run}, which would not be the same run. "
-            "Omit the setting, or start a new run with another --out."
-        )
+def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recipe:
+    """Write the recipe of a resumed run; one that would change what is learned is refused.
+
+    It is compared with that of the newest checkpoint, so that recipe.toml may have been edited.
+    """
+    from parcae.training.corpora import check_moved, check_same_data, open_corpora, prepare_corpora
+
+    state = _last_state(run)
+    before = read_recipe(run) if state is None else recipe_from_tree(state["recipe"])
+    _check_unchanged(before, recipe, run)
+    check_moved(recipe, before, run)
+    prepare_corpora(recipe, run, report)
+    if state is not None:
+        check_same_data(open_corpora(recipe, run), state["sources"], run)
     write_text(run / RECIPE_FILE, _recipe_text(recipe))
+    return recipe
+
+
+def _last_state(run: Path) -> dict[str, Any] | None:
+    """state.json of the newest checkpoint that can be read and names its recipe."""
+    for checkpoint in reversed(list_checkpoints(run)):
+        try:
+            state = read_state(checkpoint)
+        except FileError:
+            continue
+        if "recipe" in state:
+            return state
+    return None
+
+
+def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
+    """Refuse a setting that changes what is learned."""
+    old, new = _flat(plain_recipe(before)), _flat(plain_recipe(now))
+    for key in differences(old, new):
+        table, _, name = key.partition(".")
+        if name in MOVED.get(table, ()):
+            continue
+        reason = "which changes what it learns"
+        if name in FREE_TO_CHANGE.get(table, ()):
+            if key != "data.micro_batch" or now.model.loop.draws_per_sequence:
+                continue
+            reason = 'on which the depths depend with model.loop.draw_per = "micro-batch"'
+        values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
+        raise ConfigError(
+            f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. Keep it, or "
+            f"start a new run from these weights with --from {run}."
+        )
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -198,11 +266,6 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") ->
         elif left != right:
             keys.append(f"{prefix}{key}")
     return keys
-
-
-def _is_free(key: str) -> bool:
-    table, _, name = key.partition(".")
-    return name in FREE_TO_CHANGE.get(table, ())
 
 
 def _recipe_text(recipe: Recipe) -> str:

@@ -6,6 +6,7 @@
 [schedule]   how learning rate, momentum and weight decay change over the run
 [budget]     how long: exactly one of tokens, flops, tokens_per_parameter, steps, minutes
 [run]        seed, device, checkpoints, what is measured and how often
+[start]      existing weights to start from, instead of random ones
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parcae.recipe import build, check_tables, find_recipe, from_file, merge, pl
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
-TABLES = ("model", "data", "optimiser", "schedule", "budget", "run")
+TABLES = ("model", "data", "optimiser", "schedule", "budget", "run", "start")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +212,27 @@ class RunConfig(Settings, table="run"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartConfig(Settings, table="start"):
+    """Existing weights for a new run, whose optimiser, schedule and data are its own."""
+
+    checkpoint: str | None = setting(
+        None, "a run, checkpoint or model folder to start from (unset: random weights)"
+    )
+    step: int | None = setting(None, "step of that checkpoint; recorded by the run", at_least=0)
+    sha256: str | None = setting(
+        None, "checksum of its weights; recorded by the run, and others are refused"
+    )
+
+    def check(self) -> None:
+        self.require(
+            self.checkpoint is not None or (self.step, self.sha256) == (None, None),
+            "checkpoint",
+            "missing beside its step or checksum",
+            "Name the weights to start from, or omit the table.",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe(Settings):
     """Everything that decides a run."""
 
@@ -220,6 +242,7 @@ class Recipe(Settings):
     optimiser: OptimiserConfig = setting(OptimiserConfig, "the optimiser")
     schedule: ScheduleConfig = setting(ScheduleConfig, "learning rates over the run")
     run: RunConfig = setting(RunConfig, "seed, device, measurements")
+    start: StartConfig = setting(StartConfig, "existing weights to start from")
 
     def check(self) -> None:
         require(
@@ -240,7 +263,7 @@ class Recipe(Settings):
         return tuple(sorted({*chosen, nominal}))
 
 
-PARTS = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig)
+PARTS = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig, StartConfig)
 """The tables beside [model], which may start from a preset."""
 
 
@@ -255,19 +278,31 @@ def all_settings() -> Iterator[Described]:
 def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     """A recipe from merged tables; see `parcae.recipe` for reading and merging them."""
     check_tables(tree, TABLES)
-    for name in ("model", "data", "budget"):
+    start = build(StartConfig, tree.get("start", {}))
+    from_weights = start.checkpoint is not None and start.sha256 is None
+    for name in ("data", "budget") if from_weights else ("model", "data", "budget"):
         if name not in tree:
             raise ConfigError(f"{name}: a recipe for training needs this table.")
     parts = {part.table: build(part, tree[part.table]) for part in PARTS if part.table in tree}
-    return Recipe(model=model_from_table(tree["model"]), **parts)  # pyright: ignore[reportArgumentType]
+    if from_weights:
+        from parcae.training.start import model_from_weights
+
+        model = model_from_weights(tree.get("model", {}), str(start.checkpoint))
+    else:
+        model = model_from_table(tree["model"])
+    return Recipe(model=model, **parts)  # pyright: ignore[reportArgumentType]
 
 
 def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
     """Flags over a recipe. A budget on the command line replaces the recipe's, whatever its kind:
-    there is only one. A limit alone is laid over it."""
-    budget = flags.get("budget")
-    replaced = isinstance(budget, Mapping) and any(name in KINDS_OF_BUDGET for name in budget)
-    return {**merge(tree, flags), **({"budget": budget} if replaced else {})}
+    there is only one. A limit alone is laid over it. So do other weights to start from."""
+    replacing = {"budget": KINDS_OF_BUDGET, "start": ("checkpoint",)}
+    replaced = {
+        name: table
+        for name, keys in replacing.items()
+        if isinstance(table := flags.get(name), Mapping) and any(key in table for key in keys)
+    }
+    return {**merge(tree, flags), **replaced}
 
 
 def recipe_from_file(path: str | Path, flags: Mapping[str, Any] | None = None) -> Recipe:
@@ -299,7 +334,10 @@ def located(recipe: Recipe) -> Recipe:
     data = recipe.data
     sources = tuple(s if s == "builtin" else os.path.abspath(s) for s in data.sources)
     tokenizer = None if data.tokenizer is None else os.path.abspath(data.tokenizer)
-    return replace(recipe, data=replace(data, sources=sources, tokenizer=tokenizer))
+    start, weights = recipe.start, recipe.start.checkpoint
+    if weights is not None:
+        start = replace(start, checkpoint=os.path.abspath(weights))
+    return replace(recipe, data=replace(data, sources=sources, tokenizer=tokenizer), start=start)
 
 
 def plain_recipe(recipe: Recipe) -> dict[str, Any]:

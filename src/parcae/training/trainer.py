@@ -20,7 +20,7 @@ from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
-from parcae.training.corpora import Corpora, open_corpora, prepare_corpora
+from parcae.training.corpora import Corpora, open_corpora
 from parcae.training.cost import peak_flops
 from parcae.training.data_use import use_of_plans
 from parcae.training.distributed import Workers, deterministic, open_workers
@@ -31,6 +31,7 @@ from parcae.training.progress import Display
 from parcae.training.run import resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
+from parcae.training.start import read_start
 
 
 def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
@@ -49,8 +50,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
             if workers.is_first:
                 try:
                     stack.enter_context(exclusive(out))
-                    (resume_run if resume else start_run)(out, recipe)
-                    prepare_corpora(recipe, out, display.print)
+                    recipe = (resume_run if resume else start_run)(out, recipe, display.print)
                 except (ConfigError, FileError) as error:
                     failure = error
         workers.raise_together(failure)
@@ -119,6 +119,8 @@ class Trainer:
         self._print_start()
         status, diagnosis = "finished", None
         with self.display, StopSignals() as stop:
+            if self.checkpoints.newest is None:
+                self._start_from_weights()
             self._clock = time.perf_counter()
             while status == "finished" and self.progress < 1:
                 self._train_step()
@@ -134,6 +136,20 @@ class Trainer:
                 self._save()
             self.checkpoints.wait()
         return self._finish(status, diagnosis)
+
+    def _start_from_weights(self) -> None:
+        """Read the weights the recipe starts from, if any, and save them as step 0.
+
+        A resumed run does not need their source any more.
+        """
+        start = self.recipe.start
+        if start.checkpoint is None:
+            return
+        self.display.print(f"Starting from the weights in {start.checkpoint}.")
+        read_start(self.learner.model, start, self.workers)
+        self._validate()
+        self._save()
+        self.checkpoints.wait()
 
     def _train_step(self) -> None:
         started = time.perf_counter()
