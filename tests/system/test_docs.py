@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,27 +19,64 @@ import pytest
 import parcae
 import shortcuts
 from parcae.cli import main
+from parcae.training.trainer import Trainer
 from training import runs
 
 ROOT = Path(__file__).parents[2]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
+BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+SHORTER = {"steps = 500": "steps = 8", "steps = 200": "steps = 4"}
+"""Budgets of recipes on the pages, and those that a test uses instead."""
 
 SHORT_DEMO = "--budget.steps 6 --run.sample_tokens 4 --run.validation_rows 4"
 """Options that shorten `make demo` to seconds; later commands of a page may use its run."""
 
 
-def steps(page: Path) -> list[str | list[str]]:
-    """The page's Python blocks (as text) and `parcae` commands (as arguments), in order.
+@dataclass
+class File:
+    """A block with a title is a file."""
+
+    name: str
+    text: str
+
+
+@dataclass
+class Stopped:
+    """`timeout --signal NAME SECONDS parcae ...`; a test does not wait for the seconds."""
+
+    signal: signal.Signals
+    command: list[str]
+
+    def run(self) -> int:
+        """Run the command; its process gets the signal after the second step of training."""
+        take_step, steps_taken = Trainer._train_step, itertools.count(1)
+
+        def stop_after_two(trainer):
+            take_step(trainer)
+            if next(steps_taken) == 2:
+                os.kill(os.getpid(), self.signal)
+
+        Trainer._train_step = stop_after_two
+        return main(self.command)
+
+
+Step = str | list[str] | File | Stopped
+
+
+def steps(page: Path) -> list[Step]:
+    """The page's files, Python blocks (as text) and `parcae` commands (as arguments), in order.
 
     Blocks marked `console` take too long for a test and are not run. Of the other shell commands
-    only `make demo` is, as a short `parcae demo`.
+    `mv` is run, and `make demo`, as a short `parcae demo`.
     """
-    result: list[str | list[str]] = []
-    for kind, body in BLOCK.findall(page.read_text()):
-        if kind == "python":
+    result: list[Step] = []
+    for kind, title, body in BLOCK.findall(page.read_text()):
+        if title:
+            for long, short in SHORTER.items():
+                body = body.replace(long, short)
+            result.append(File(title, body))
+        elif kind == "python":
             result.append(body)
         elif kind == "bash":
             lines = body.replace("\\\n", " ").splitlines()
@@ -45,10 +85,14 @@ def steps(page: Path) -> list[str | list[str]]:
                     result.append(["demo", *shlex.split(SHORT_DEMO)])
                 elif command[:1] == ["parcae"]:
                     result.append(command[1:])
+                elif command[:1] == ["mv"]:
+                    result.append(f"import shutil; shutil.move({command[1]!r}, {command[2]!r})")
+                elif command[:1] == ["timeout"]:
+                    result.append(Stopped(signal.Signals[f"SIG{command[2]}"], command[5:]))
     return result
 
 
-def run_step(step: str | list[str], folder: Path, log: Path) -> None:
+def run_step(step: str | list[str] | Stopped, folder: Path, log: Path) -> None:
     """Run one step as a shell in `folder` would, in a process that has already imported PyTorch."""
     patch = pytest.MonkeyPatch()  # ends with this process
     shortcuts.read_part_of_builtin(patch)
@@ -61,7 +105,7 @@ def run_step(step: str | list[str], folder: Path, log: Path) -> None:
     if isinstance(step, str):
         exec(compile(step, "documentation block", "exec"), {"__name__": "__main__"})
     else:
-        sys.exit(main(step))
+        sys.exit(step.run() if isinstance(step, Stopped) else main(step))
 
 
 @pytest.mark.slow
@@ -71,10 +115,16 @@ def test_blocks_and_commands_run(page, tmp_path):
         (tmp_path / folder).symlink_to(ROOT / folder)
     context, log = runs.clean_processes(), tmp_path / "log"
     for step in steps(page):
+        if isinstance(step, File):
+            (tmp_path / step.name).write_text(step.text)
+            continue
         process = context.Process(target=run_step, args=(step, tmp_path, log))
         process.start()
         process.join()
-        assert process.exitcode == 0, f"{step}\n{log.read_text()}"
+        killed = isinstance(step, Stopped) and step.signal == signal.SIGKILL
+        assert process.exitcode == (-signal.SIGKILL if killed else 0), f"{step}\n{log.read_text()}"
+        if isinstance(step, Stopped):
+            assert "Finished" not in log.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
