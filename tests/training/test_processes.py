@@ -88,7 +88,7 @@ def record_rows(path):
 
     def recorded_draw(model, seed, step, rows, length):
         drawn = draw(model, seed, step, rows, length)
-        for row, depth in zip(rows, drawn["depths"].loops, strict=True):
+        for row, depth in zip(rows, drawn["loops"].loops, strict=True):
             stream.write(json.dumps([step, row, depth]) + "\n")
         return drawn
 

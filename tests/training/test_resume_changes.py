@@ -185,7 +185,7 @@ class Rows:
 
             def recorded(seed, step, rows, length):
                 result = draw(seed, step, rows, length)
-                drawn.extend(zip(rows, result["depths"].loops, strict=True))
+                drawn.extend(zip(rows, result["loops"].loops, strict=True))
                 return result
 
             batches = []

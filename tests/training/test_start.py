@@ -12,7 +12,7 @@ import parcae
 from parcae import cli
 from parcae.config import ConfigError
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.loss import losses_by_depth
+from parcae.evaluation.loss import totals_by_loops
 from parcae.files import FileError, sha256
 from parcae.recipe import merge, write_toml
 from parcae.training.corpora import open_corpora
@@ -53,7 +53,7 @@ def test_step_0_has_the_weights_and_the_loss_of_the_source(base, tuned):
     assert all(torch.equal(before[name], first[name]) for name in before)
     recipe = read_recipe(tuned.folder)
     batches = open_corpora(recipe, tuned.folder).validation(recipe, 4)
-    expected = losses_by_depth(parcae.load(base), batches, (1, 3, 6))
+    expected = totals_by_loops(parcae.load(base), batches, (1, 3, 6)).finish()
     (step, losses), *_ = runs.lines(tuned.folder, "validation", "losses")
     assert step == 0
     assert losses == {str(t): pytest.approx(loss.loss) for t, loss in expected.items()}

@@ -47,7 +47,7 @@ FREE_TO_CHANGE = {
         "checkpoint_loops",
         "deterministic",
         "validate_every",
-        "validation_depths",
+        "validation_loops",
         "telemetry_every",
         "telemetry_rows",
         "checkpoint_every",
