@@ -17,8 +17,8 @@ from torch import Tensor
 from parcae.config import require
 from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Policy
-from parcae.infer.forward import forward
-from parcae.infer.network import Network, without_autocast
+from parcae.infer.layers import without_autocast
+from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan
 
 
@@ -54,9 +54,9 @@ def decode_forced(
     length = rows.shape[1]
     valid = 0 < prompt < length - 1
     require(valid, "prompt", f"{prompt} of {length} tokens", "Leave two to decode and predict.")
-    limit = network.layout.context_length
+    limit = network.model.layout.context_length
     require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Shorten them.")
-    with without_autocast(network.device):
+    with without_autocast(network.model.device):
         return _decode(network, rows, plan, Policy.parse(policy), prompt, on_step)
 
 
@@ -69,22 +69,22 @@ def _decode(
     on_step: Callable[[], None] | None,
 ) -> Decoded:
     count, length = rows.shape
-    cache = network.cache(policy)
+    cache = network.model.cache(policy)
     cache.reserve(count, length - 1, plan.loops)
     batch = Batch(
         [Span(row, 0, prompt) for row in range(count)],
         rows[:, :prompt].flatten().tolist(),
-        network.device,
+        cache.device,
     )
     max_loops = [plan.loops] * count
-    forward(network, cache, batch, max_loops, predict=batch.last_indices)
+    network.forward(batch, cache, max_loops, predict=batch.last_indices)
     exits = None if plan.exit is None else [plan.exit] * count
     nats, loops = [], []
     begin = time.perf_counter()
     for position in range(prompt, length - 1):
         spans = [Span(row, position) for row in range(count)]
-        batch = Batch(spans, rows[:, position].tolist(), network.device)
-        output = forward(network, cache, batch, max_loops, exits)
+        batch = Batch(spans, rows[:, position].tolist(), cache.device)
+        output = network.forward(batch, cache, max_loops, exits)
         nats.append(F.cross_entropy(output.logits, rows[:, position + 1].long(), reduction="none"))
         loops.append(torch.tensor(output.loops))
         if on_step is not None:

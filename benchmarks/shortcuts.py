@@ -22,9 +22,9 @@ from torch import Tensor
 from forced_decoding import Decoded, decode_forced
 from parcae import console
 from parcae import plotting as draw
-from parcae.infer.engine import Engine, kernels
+from parcae.infer.engine import Engine
 from parcae.infer.exit import ExitRule
-from parcae.infer.network import Network
+from parcae.infer.network import Network, open_network
 from parcae.infer.request import DepthPlan
 from parcae.machine import keep_freed_memory
 from parcae.runs import open_checkpoint
@@ -64,7 +64,7 @@ class Bench:
         self.full = self.forced(DepthPlan(loops=self.loops))
 
     def network_of(self, weights) -> Network:
-        return Network(self.model, weights, kernels("auto", weights, self.model.device))
+        return open_network(self.model, weights)
 
     def forced(
         self, plan: DepthPlan, policy: str = "full", network: Network | None = None
@@ -111,7 +111,7 @@ class Bench:
         plan = DepthPlan(loops=self.loops)
         rows = []
         for name in POLICIES:
-            size = self.network.layout.bytes_per_token(Policy.parse(name), self.loops)
+            size = self.network.model.layout.bytes_per_token(Policy.parse(name), self.loops)
             measured = self.against_full(self.forced(plan, name))
             rows.append({"policy": name, "bytes_per_token": size, **measured})
         return rows

@@ -19,7 +19,7 @@ from parcae.evaluation.scorer import LoopedScorer, read_predictions
 from parcae.evaluation.tables import published_scores, tables
 from parcae.evaluation.tasks import read_items, tasks_named
 from parcae.files import FileError
-from parcae.infer.network import Network
+from parcae.infer.network import TorchNetwork
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs import load
@@ -79,12 +79,12 @@ def test_divergence_at_one_depth_keeps_the_others(
         return json.loads((out / "result.json").read_text())["suites"]
 
     sound = evaluate("2", tmp_path / "sound")
-    loop = Network.loop
+    loop = TorchNetwork.loop
 
     def overflows(network, h, drive, work, cache, loops):
         return loop(network, h, drive, work, cache, loops) * (torch.inf if 3 in loops else 1)
 
-    monkeypatch.setattr(Network, "loop", overflows)
+    monkeypatch.setattr(TorchNetwork, "loop", overflows)
     capsys.readouterr()
     found = evaluate("2,3", tmp_path / "lost")
     assert "the model diverged: T=3." in capsys.readouterr().out

@@ -11,7 +11,7 @@ from forced_decoding import decode_forced
 from oracles import Oracle, model_of
 from parcae.config import ConfigError
 from parcae.infer.exit import ExitRule
-from parcae.infer.network import Network
+from parcae.infer.network import open_network
 from parcae.infer.request import DepthPlan
 
 ROWS = torch.randint(0, 96, (3, 14), generator=torch.Generator().manual_seed(0))
@@ -23,7 +23,7 @@ def test_exact_decoding_has_the_loss_of_a_forward(kind):
     model = model_of(kind)
     steps = []
     found = decode_forced(
-        Network(model), ROWS, DepthPlan(loops=3), prompt=5, on_step=lambda: steps.append(1)
+        open_network(model), ROWS, DepthPlan(loops=3), prompt=5, on_step=lambda: steps.append(1)
     )
     logits = model(ROWS[:, :-1], loops=3, state="zero").logits[:, 5:]
     expected = F.cross_entropy(logits.transpose(1, 2), ROWS[:, 6:], reduction="none")
@@ -51,7 +51,7 @@ def test_shortcuts_have_the_loss_of_the_oracle(options):
     plan = {key: value for key, value in options.items() if key != "policy"}
     rule = ExitRule.parse(plan["exit"]) if "exit" in plan else None
     asked = DepthPlan(loops=5, **{**plan, "exit": rule})
-    found = decode_forced(Network(model), ROWS, asked, policy, prompt=4)
+    found = decode_forced(open_network(model), ROWS, asked, policy, prompt=4)
     for row, nats, loops in zip(ROWS.tolist(), found.nats, found.loops, strict=True):
         oracle = Oracle(model, 5, policy=policy, **plan)
         oracle.prompt(row[:4])
@@ -62,7 +62,7 @@ def test_shortcuts_have_the_loss_of_the_oracle(options):
 
 
 def test_rows_may_fill_the_context():
-    network = Network(randomised(KINDS["parcae"]))
+    network = open_network(randomised(KINDS["parcae"]))
     rows = torch.zeros(1, 33, dtype=torch.long)
     assert decode_forced(network, rows, DepthPlan(loops=1), prompt=31).nats.shape == (1, 1)
     with pytest.raises(ConfigError, match="34 tokens do not fit"):
@@ -72,4 +72,4 @@ def test_rows_may_fill_the_context():
 @pytest.mark.parametrize("prompt", [0, 13, 14])
 def test_something_must_be_left_to_decode(prompt):
     with pytest.raises(ConfigError, match="prompt: "):
-        decode_forced(Network(model_of("parcae")), ROWS, DepthPlan(loops=1), prompt=prompt)
+        decode_forced(open_network(model_of("parcae")), ROWS, DepthPlan(loops=1), prompt=prompt)

@@ -17,7 +17,7 @@ from parcae.commands import generation_output, repl
 from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.network import Network
+from parcae.infer.network import open_network
 from parcae.infer.reference import generate
 from parcae.infer.sequence import Meter, Piece, TextStream
 from parcae.model.store import save
@@ -87,7 +87,7 @@ def test_json_tells_all(capsys, model, folder):
     # Prelude and coda once, two core layers at four loops; keys and values of 48 floats.
     assert told["cache_bytes_per_token"] == (2 + 2 * 4) * 2 * 48 * 4
     assert told["cache_bytes"] == 64 * told["cache_bytes_per_token"]
-    assert told["weight_bytes"] == Network(model).weight_bytes
+    assert told["weight_bytes"] == open_network(model).weight_bytes
     row = torch.tensor([[*IDS, *made]])
     chances = model(row, loops=4, state="zero").logits[0].log_softmax(-1)
     for place, one in enumerate(told["logprobs"]):
@@ -366,7 +366,7 @@ def held_tensors(thing, seen):
 @pytest.mark.parametrize("tied", [True, False])
 def test_weight_bytes_are_those_of_the_tensors_held(weights, tied):
     config = tiny(tied_embeddings=tied, loop=LoopConfig(mean_loops=2))
-    network = Network(randomised(config), weights)
+    network = open_network(randomised(config), weights)
     seen = {}
     held_tensors(network, seen)
     tensors = {t.data_ptr(): t for t in seen.values() if isinstance(t, torch.Tensor)}

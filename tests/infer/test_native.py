@@ -16,11 +16,9 @@ from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError, LoopConfig
 from parcae.infer import exit as exit_module
 from parcae.infer.batch import Batch, Span
-from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
-from parcae.infer.forward import forward
 from parcae.infer.native.kernels import MAX_TOKENS, Kernels, KernelsUnavailable
-from parcae.infer.network import Network
+from parcae.infer.network import TorchNetwork, open_network
 from parcae.infer.quantise import matrix
 
 try:
@@ -31,18 +29,18 @@ except KernelsUnavailable as problem:
 
 def run(network, spans, max_loops, exits, policy, loops):
     """Two passes over one cache: what the first leaves, the second reads."""
-    cache = network.cache(Policy.parse(policy))
+    cache = network.model.cache(policy)
     cache.reserve(4, 16, loops)
     generator = torch.Generator().manual_seed(1)
     outputs = []
     for first in (0, 3):
         moved = [Span(s.row, s.first + first, s.count) for s in spans]
         count = sum(span.count for span in spans)
-        ids = torch.randint(network.config.vocab_size, (count,), generator=generator).tolist()
+        ids = torch.randint(network.model.config.vocab_size, (count,), generator=generator).tolist()
         cache.outer[:, :, : 3 + first].nan_to_num_(0.0) if first else cache.outer.zero_()
         cache.core.nan_to_num_(0.0) if first else cache.core.zero_()
-        batch = Batch(moved, ids, network.device)
-        outputs.append(forward(network, cache, batch, max_loops, exits))
+        batch = Batch(moved, ids, cache.device)
+        outputs.append(network.forward(batch, cache, max_loops, exits))
     return outputs, cache
 
 
@@ -95,8 +93,8 @@ def test_exits_equal_pytorch(kind, rows, policy, weights, candidates):
 
 def check_against_pytorch(model, weights, spans, max_loops, rules, policy):
     results = [
-        run(Network(model, weights, kernels), spans, max_loops, rules, policy, 5)
-        for kernels in (KERNELS, None)
+        run(open_network(model, weights, layers), spans, max_loops, rules, policy, 5)
+        for layers in ("native", "torch")
     ]
     (native, native_cache), (plain, plain_cache) = results
     for ours, theirs in zip(native, plain, strict=True):
@@ -110,14 +108,14 @@ def check_against_pytorch(model, weights, spans, max_loops, rules, policy):
 
 def exits(network, rules, rows, limit=6, predict=None):
     """Single tokens, each after two others of its row."""
-    cache = network.cache(Policy.parse("full"))
+    cache = network.model.cache()
     cache.reserve(max(rows) + 1, 3, limit)
     ids = [token for row in rows for token in (3 + row, 40 - row)]
-    prompts = Batch([Span(row, 0, 2) for row in rows], ids, network.device)
-    forward(network, cache, prompts, [limit] * len(rows))
-    batch = Batch([Span(row, 2) for row in rows], [11 + row for row in rows], network.device)
+    prompts = Batch([Span(row, 0, 2) for row in rows], ids, cache.device)
+    network.forward(prompts, cache, [limit] * len(rows))
+    batch = Batch([Span(row, 2) for row in rows], [11 + row for row in rows], cache.device)
     rules = [rules[row] and ExitRule.parse(rules[row]) for row in rows]
-    return forward(network, cache, batch, [limit] * len(rows), rules, predict)
+    return network.forward(batch, cache, [limit] * len(rows), rules, predict)
 
 
 MIXED = ["kl:0.02", None, "kl:0.1", "state:0.3", "kl:0.2", "budget:3", "kl:0.0005"]
@@ -130,7 +128,7 @@ MIXED = ["kl:0.02", None, "kl:0.1", "state:0.3", "kl:0.2", "budget:3", "kl:0.000
 def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch):
     monkeypatch.setattr("parcae.infer.native.kernels.MIN_PARALLEL_PRODUCTS", 0)
     monkeypatch.setattr(exit_module, "CANDIDATES", candidates)
-    network = Network(randomised(KINDS[kind]), "float32", KERNELS)
+    network = open_network(randomised(KINDS[kind]), "float32", "native")
     alone = [exits(network, MIXED, [row]) for row in range(len(MIXED))]
     assert len({one.loops[0] for one in alone}) > 2
     torch.set_num_threads(threads)
@@ -143,9 +141,9 @@ def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch)
 
 
 def test_every_rule_is_one_call(monkeypatch):
-    network = Network(randomised(KINDS["parcae"]), "float32", KERNELS)
+    network = open_network(randomised(KINDS["parcae"]), "float32", "native")
     for stage in ("begin", "loop", "read", "logits"):
-        monkeypatch.setattr(network, stage, None)
+        monkeypatch.setattr(network.torch, stage, None)
     assert len(exits(network, MIXED, range(len(MIXED))).logits) == len(MIXED)
 
 
@@ -158,8 +156,8 @@ def test_predictions_of_no_use(weight, loops, candidates, monkeypatch):
     with torch.no_grad():
         model.coda.norm.weight.fill_(weight)
     rules = ["kl:0.01", "kl:0.1"]
-    for kernels in (KERNELS, None):
-        assert exits(Network(model, "float32", kernels), rules, [0, 1]).loops == [loops] * 2
+    for layers in ("native", "torch"):
+        assert exits(open_network(model, "float32", layers), rules, [0, 1]).loops == [loops] * 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -202,9 +200,9 @@ def test_a_transformer_too():
 
 def test_who_wants_none_gets_none(monkeypatch):
     model = randomised(KINDS["parcae"])
-    assert Engine(model, layers="torch").network.native is None
-    assert Engine(model, layers="auto").network.native is not None
-    assert Engine(model, weights="bfloat16").network.native is None
+    assert isinstance(Engine(model, layers="torch").network, TorchNetwork)
+    assert Engine(model, layers="auto").network.name == "C++"
+    assert isinstance(Engine(model, weights="bfloat16").network, TorchNetwork)
     with pytest.raises(ConfigError, match="float32 or int8"):
         Engine(model, layers="native", weights="bfloat16")
     with pytest.raises(ConfigError, match="not an option"):
@@ -215,7 +213,7 @@ CHILD = """
 import parcae
 from parcae import Engine
 model = parcae.create("parcae-1m")
-print(Engine(model).network.native)
+print(Engine(model).network.name)
 Engine(model, layers="native")
 """
 
@@ -233,7 +231,7 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
     for name, value in environment.items():
         monkeypatch.setenv(name, str(tmp_path) if value == "EMPTY" else value)
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True)
-    assert done.stdout.strip() == "None", done.stderr
+    assert done.stdout.strip() == "PyTorch", done.stderr
     assert "ConfigError" in done.stderr
     import re
 
@@ -247,18 +245,18 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
 def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
     """Whatever shares a pass, whoever computes it, and in however many passes a text is read."""
     monkeypatch.setattr("parcae.infer.native.kernels.MIN_PARALLEL_PRODUCTS", 0)
-    network = Network(randomised(KINDS[kind]), weights, KERNELS)
+    network = open_network(randomised(KINDS[kind]), weights, "native")
     texts = [[(7 * i + 3 * row) % 96 for i in range(5)] for row in range(6)]
 
     def read(rows, cuts):
-        cache = network.cache(Policy.parse("full"))
+        cache = network.model.cache()
         cache.reserve(len(texts), 5, 3)
         for first, end in pairwise(cuts):
             ids = [token for row in rows for token in texts[row][first:end]]
             spans = [Span(row, first, end - first) for row in rows]
             max_loops = [3 - row % 2 for row in rows]
-            batch = Batch(spans, ids, network.device)
-            output = forward(network, cache, batch, max_loops, predict=batch.last_indices)
+            batch = Batch(spans, ids, cache.device)
+            output = network.forward(batch, cache, max_loops, predict=batch.last_indices)
         return output.logits
 
     before = torch.get_num_threads()

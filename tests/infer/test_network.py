@@ -16,10 +16,7 @@ from oracles import ALL_KINDS, VOCABULARY, Oracle, check_against_oracle, model_o
 from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer.batch import Batch, Span
-from parcae.infer.cache import Policy
-from parcae.infer.engine import kernels
-from parcae.infer.forward import forward
-from parcae.infer.network import Network
+from parcae.infer.network import Network, TorchNetwork, open_network
 from parcae.model.injection import AdditionInjection, Injection
 from parcae.registry import INJECTIONS
 
@@ -30,7 +27,7 @@ def in_chunks(
     network: Network, policy: str, texts: list[list[int]], loops: list[int], random: Random
 ) -> list[Tensor]:
     """Logits [S, V] of every text, read side by side in passes that chance cuts."""
-    cache = network.cache(Policy.parse(policy))
+    cache = network.model.cache(policy)
     cache.reserve(1, 3, 1)  # grows while texts are in it
     done, found = [0] * len(texts), [[] for _ in texts]
     while any(d < len(t) for d, t in zip(done, texts, strict=True)):
@@ -42,7 +39,7 @@ def in_chunks(
         spans = [Span(i, done[i], count) for i, count in zip(going, counts, strict=True)]
         ids = [token for span in spans for token in texts[span.row][span.first : span.end]]
         max_loops = [loops[i] for i in going]
-        output = forward(network, cache, Batch(spans, ids, network.device), max_loops)
+        output = network.forward(Batch(spans, ids, cache.device), cache, max_loops)
         assert output.loops == max_loops
         logits = output.logits.split(counts)
         for i, count, some in zip(going, counts, logits, strict=True):
@@ -66,7 +63,7 @@ def test_exact_caches_give_the_logits_of_a_forward(kind, lengths, loops, policy,
     model, random = model_of(kind), Random(seed)
     loops = [1] * 4 if kind == "transformer" else loops
     texts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
-    network = Network(model, "float32", kernels(layers, "float32", model.device))
+    network = open_network(model, layers=layers)
     found = in_chunks(network, policy, texts, loops[: len(texts)], random)
     for text, depth, logits in zip(texts, loops, found, strict=False):
         expected = true_logits(model, text, depth)
@@ -169,15 +166,15 @@ def other_injections():
 def test_other_injections_are_decoded_through_pytorch(other_injections, injection):
     model = randomised(tiny(injection=injection)).eval().requires_grad_(False)
     engine = Engine(model)
-    assert engine.network.native is None
+    assert isinstance(engine.network, TorchNetwork)
     for options in ({}, {"exit": "kl:0.02"}, {"exit": "state:0.3"}):
         oracle = Oracle(model, 4, **options)
         check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, **options)
     plain = engine.generate([9, 4], new_tokens=8, loops=4)
     assert engine.generate([9, 4], new_tokens=8, loops=4, draft_loops=1).tokens == plain.tokens
     size = sum(parameter.nbytes for parameter in model.loop.core.injection.parameters())
-    matrices = sum(one.stored.nbytes for one in engine.network.matrices)
-    tables = sum(table.nbytes for table in engine.network.value_tables.values())
+    matrices = sum(one.stored.nbytes for one in engine.network.model.matrices)
+    tables = sum(table.nbytes for table in engine.network.model.value_tables.values())
     assert engine.network.weight_bytes == matrices + tables + size  # the head is the embedding
     small = Engine(randomised(tiny(injection=injection)).bfloat16(), weights="int8", layers="torch")
     assert len(small.generate([9], loops=3, new_tokens=5).tokens) == 5

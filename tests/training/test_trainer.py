@@ -330,7 +330,7 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_prompt_over_the_context_is_sampled_from_its_end(text, tmp_path, monkeypatch, precision):
     """Also under autocast, and by the layers that other devices have."""
-    monkeypatch.setattr("parcae.infer.engine.kernels", lambda *_: None)
+    monkeypatch.setattr("parcae.infer.network.available_kernels", lambda *_: None)
     settings = {**QUIET, "sample_prompts": ["alpha " * 200], "sample_tokens": 1}
     settings["precision"] = precision
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")

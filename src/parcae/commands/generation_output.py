@@ -116,13 +116,12 @@ def _drafts(meter: Meter) -> str:
 def _memory(engine: Engine, request: Request) -> str:
     cache, network = engine.cache, engine.network
     per_token = console.format_bytes(cache.bytes_per_token(request.plan.loops))
-    layers = "PyTorch" if network.native is None else "C++"
     weights = console.format_bytes(network.weight_bytes)
     reserved = console.format_bytes(cache.bytes)
     return (
-        f"weights {weights} (--weights {network.weights}); cache "
+        f"weights {weights} (--weights {network.model.weights}); cache "
         f"{per_token} per token, {reserved} reserved (--cache {cache.policy}); "
-        f"layers in {layers}"
+        f"layers in {network.name}"
     )
 
 

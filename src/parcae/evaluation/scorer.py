@@ -26,7 +26,8 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.branches import Branches, PromptBatch, Scratch, bundles
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.files import FileError, read_json
-from parcae.infer.network import Network, without_autocast
+from parcae.infer.layers import FoldedModel, without_autocast
+from parcae.infer.network import TorchNetwork
 from parcae.infer.request import check_whole
 from parcae.infer.sampling import NonFiniteLogits, check_logits
 from parcae.model import CONFIG_FILE
@@ -97,7 +98,7 @@ class LoopedScorer:
         """`loops` defaults to the mean number of loops in training, `context` to the model's
         context length."""
         self.model = model
-        self.network = Network(model)
+        self.network = TorchNetwork(FoldedModel.of(model))
         self.is_looped = isinstance(model, LoopedModel)
         requested = loops or (model.config.loop.nominal_loops,)
         self.loops = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
@@ -133,7 +134,7 @@ class LoopedScorer:
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
     ) -> list[list[Answer]]:
         batch = PromptBatch(prompts)
-        with torch.no_grad(), without_autocast(self.network.device):
+        with torch.no_grad(), without_autocast(self.model.device):
             predictions = self._predict(batch, seeds)
         columns = (torch.stack(column) for column in zip(*predictions, strict=True))
         return batch.answers(*columns)
@@ -143,9 +144,9 @@ class LoopedScorer:
     ) -> list[tuple[Tensor, Tensor]]:
         """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
-        device = network.device
+        device = network.model.device
         tokens: Any = Branches(batch.bundles, device)
-        scratch: Any = Scratch(network.layout)
+        scratch: Any = Scratch(network.model.layout)
         targets = torch.tensor(batch.targets, device=device)
         predictors = torch.tensor(batch.predictors, device=device)
         drive = network.begin(tokens, scratch)

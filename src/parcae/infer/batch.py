@@ -1,4 +1,4 @@
-"""The tokens that one pass through the model computes, and what each of them attends to.
+"""The tokens of one pass through the model, what each of them attends to, and the pass's output.
 
 Tokens of all sequences are concatenated without padding. A `Span` is a run of consecutive tokens of
 one row of the cache; a `Batch` is all spans of a pass with their token ids. Keys and values of all
@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -128,6 +129,23 @@ class Batch:
             return None
         keys = torch.arange(span.end, device=self.device)
         return keys <= keys[span.first :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class PassOutput:
+    logits: Tensor
+    """[n, V], of the tokens that were to be predicted from."""
+    state: Tensor
+    """h after the last loop of each token [N, d_h]."""
+    loops: list[int]
+    """How many loops each span ran."""
+
+    @property
+    def logit_rows(self) -> list[np.ndarray]:
+        """The logits as one array per token. In numpy: right after a pass the CPU caches are cold,
+        and a PyTorch operator takes longer than finding the maximum."""
+        logits = self.logits if self.logits.is_cpu else self.logits.cpu()
+        return list(logits.numpy())
 
 
 def _attend(

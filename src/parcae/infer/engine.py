@@ -13,25 +13,21 @@ speculation. The text of a request does not depend on other requests.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, get_args, overload
-
-import torch
+from typing import Any, overload
 
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer import DEFAULT_TEMPERATURE, speculative
-from parcae.infer.batch import Batch, Span
+from parcae.infer.batch import Batch, PassOutput, Span
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
-from parcae.infer.forward import PassOutput, forward
-from parcae.infer.native.kernels import Kernels, KernelsUnavailable
-from parcae.infer.network import Network, without_autocast
-from parcae.infer.quantise import WEIGHTS, Weights
+from parcae.infer.layers import without_autocast
+from parcae.infer.network import Layers, open_network
+from parcae.infer.quantise import Weights
 from parcae.infer.request import DepthPlan, Request, check_whole
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling
@@ -41,7 +37,6 @@ from parcae.runs import Checkpoint, open_checkpoint
 
 MAX_ROWS = 4096
 Prompt = str | Sequence[int]
-Layers = Literal["auto", "native", "torch"]
 
 
 class Engine:
@@ -77,13 +72,8 @@ class Engine:
         check_whole("rows", rows, 1, MAX_ROWS)
         self.tokenizer = tokenizer
         self.config = model.config
-        options = ", ".join(WEIGHTS)
-        require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
-        self.network = Network(model, weights, kernels(layers, weights, model.device))
-        supported = layers != "native" or self.network.native is not None
-        injection = f"C++ does not have the injection {model.config.injection!r}"
-        require(supported, "layers", injection, "Use layers='auto'.")
-        self.cache = self.network.cache(Policy.parse(cache))
+        self.network = open_network(model, weights, layers)
+        self.cache = self.network.model.cache(cache)
         self.rows = Rows(self.cache, rows, reuse_prefixes)
         self._lock = RLock()
         """Threads may submit, step and cancel concurrently; steps run one at a time."""
@@ -239,7 +229,7 @@ class Engine:
     def step(self) -> int:
         """Read the prompts for which rows are free, then add a token or more to every running
         sequence. Returns the number of new tokens."""
-        with self._lock, without_autocast(self.network.device):
+        with self._lock, without_autocast(self.cache.device):
             return self._step()
 
     def _step(self) -> int:
@@ -270,9 +260,9 @@ class Engine:
     def _read_prompts(self, wave: list[RunningSequence]) -> None:
         spans = [Span(s.row, s.reused, len(s.tokens) - s.reused) for s in wave]
         ids = [token for s in wave for token in s.tokens[s.reused :]]
-        batch = Batch(spans, ids, self.network.device)
+        batch = Batch(spans, ids, self.cache.device)
         max_loops = [s.request.plan.loops for s in wave]
-        output = forward(self.network, self.cache, batch, max_loops, predict=batch.last_indices)
+        output = self.network.forward(batch, self.cache, max_loops, predict=batch.last_indices)
         _accept_next(wave, output)
 
     def _decode(self, sequences: list[RunningSequence]) -> None:
@@ -287,10 +277,10 @@ class Engine:
 
     def _decode_plain(self, sequences: list[RunningSequence]) -> None:
         spans = [Span(s.row, len(s.tokens) - 1) for s in sequences]
-        batch = Batch(spans, [s.tokens[-1] for s in sequences], self.network.device)
+        batch = Batch(spans, [s.tokens[-1] for s in sequences], self.cache.device)
         max_loops = [s.request.plan.loops for s in sequences]
         exits = [s.request.plan.exit for s in sequences]
-        output = forward(self.network, self.cache, batch, max_loops, exits if any(exits) else None)
+        output = self.network.forward(batch, self.cache, max_loops, exits if any(exits) else None)
         _accept_next(sequences, output)
 
 
@@ -299,26 +289,6 @@ def _accept_next(sequences: list[RunningSequence], output: PassOutput) -> None:
     each = zip(sequences, output.loops, output.logit_rows, strict=True)
     for sequence, loops, logits in each:
         sequence.accept(sequence.choose(logits), loops, logits)
-
-
-def kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
-    """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
-    known = layers in get_args(Layers)
-    require(known, "layers", f"{layers!r} is not an option", "Use auto, native or torch.")
-    fits = device.type == "cpu" and weights != "bfloat16"
-    if layers == "torch" or (layers == "auto" and not fits):
-        return None
-    reason = "'native' needs float32 or int8 weights on a CPU"
-    require(fits, "layers", reason, "Use layers='auto'.")
-    try:
-        return Kernels()
-    except KernelsUnavailable as problem:
-        remedy = "Use layers='torch'."
-        require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
-        if weights == "int8":
-            message = f"int8 saves memory but no time without the C++ layers: {problem}."
-            warnings.warn(message, stacklevel=3)
-        return None
 
 
 @overload

@@ -1,4 +1,4 @@
-"""The layers of a model in the form used for decoding.
+"""The weights of a model in the form used for decoding: `FoldedModel` and its layers.
 
 With one token, small operations take mostly launch time. So what training keeps apart is folded
 together once:
@@ -15,17 +15,29 @@ needs to know which token belongs to which sequence; see `Batch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from parcae.config import BlockShape
+from parcae.config import BlockShape, ModelConfig
 from parcae.infer.batch import Batch
-from parcae.infer.quantise import Matrix
+from parcae.infer.cache import Cache, Layout, Policy
+from parcae.infer.quantise import Matrix, Weights, aligned, matrix, to_int8
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
+from parcae.model.frame import LanguageModel
+from parcae.model.injection import (
+    AdditionInjection,
+    ConcatenationInjection,
+    DiagonalInjection,
+    Injection,
+)
+from parcae.model.looped import LoopedModel
+from parcae.model.transformer import Transformer
 
 Prepare = Callable[[Tensor], Matrix]
 """Converts a weight [out, in] to the format in which it is stored."""
@@ -163,23 +175,209 @@ def phase_table(length: int, head_dim: int, theta: float, device: torch.device) 
     return torch.complex(*rope_table(length, head_dim, theta, device))
 
 
-class CachedStack:
-    """Layers run in sequence, each with its part of the cache."""
+@dataclass(frozen=True, eq=False)
+class LinearMix:
+    """x = A_bar h + B_bar e of the built-in injections, with folded matrices."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = layers
+    into: Matrix | None
+    """B_bar; None is the identity."""
+    decay: Tensor | None = None
+    """The diagonal of A_bar, if it is diagonal."""
+    transition: Matrix | None = None
+    """A_bar, if it is dense. With neither `decay` nor `transition` it is the identity."""
 
-    def map(self, function: Callable[[Matrix], Matrix]) -> CachedStack:
-        return CachedStack([layer.map(function) for layer in self.layers])
+    def drive(self, e: Tensor) -> Tensor:
+        """B_bar e [N, d_h], which is the same in every loop."""
+        return e if self.into is None else self.into(e)
 
-    def __call__(
-        self,
-        x: Tensor,
-        phases: Tensor,
-        values: Sequence[Tensor | None],
-        kv: Sequence[Tensor],
-        batch: Batch,
-    ) -> Tensor:
-        for layer, value, layer_kv in zip(self.layers, values, kv, strict=True):
-            x = layer(x, phases, value, layer_kv, batch)
-        return x
+    def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
+        if self.transition is not None:
+            return self.transition.add_to(drive, h)
+        return h + drive if self.decay is None else torch.addcmul(drive, self.decay, h)
+
+    def map(self, function: Callable[[Matrix], Matrix]) -> LinearMix:
+        """The same with `function` applied to the matrices."""
+        return replace(
+            self, into=_apply(function, self.into), transition=_apply(function, self.transition)
+        )
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [one for one in (self.into, self.transition) if one is not None]
+
+
+class ModuleMix:
+    """Any other injection, through its methods `prepare` and `mix`, in float32."""
+
+    def __init__(self, injection: Injection, width: int, device: torch.device) -> None:
+        self.injection = deepcopy(injection).float().requires_grad_(False).eval()
+        self.transition = self.injection.prepare(torch.zeros(1, 1, width, device=device))[0]
+
+    def drive(self, e: Tensor) -> Tensor:
+        return self.injection.prepare(e[None])[1][0]
+
+    def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
+        return self.injection.mix(h[None], self.transition, drive[None])[0]
+
+
+def _mix(
+    injection: Injection, prepare: Prepare, width: int, device: torch.device
+) -> LinearMix | ModuleMix:
+    """Built-in injections as matrices, others (and subclasses of these) as modules."""
+    if type(injection) is AdditionInjection:
+        return LinearMix(None)
+    if type(injection) is DiagonalInjection:
+        into = prepare(injection.input_matrix())
+        return LinearMix(into, decay=injection.decay().detach().contiguous())
+    if type(injection) is ConcatenationInjection:
+        into = prepare(injection.input_matrix())
+        return LinearMix(into, transition=prepare(injection.transition_matrix()))
+    return ModuleMix(injection, width, device)
+
+
+@dataclass(frozen=True, eq=False)
+class FoldedModel:
+    """All weights of a model, ready to decode with. A Transformer is all prelude, without loops."""
+
+    config: ModelConfig
+    weights: Weights
+    """The format of the matrices."""
+    layout: Layout
+    device: torch.device
+    embedding: Tensor
+    unembedding: Tensor
+    """The head in float32 [V, d_e]."""
+    value_tables: Mapping[int, Tensor]
+    """Value embeddings by layer, where there are any."""
+    prelude: Sequence[Layer]
+    core: Sequence[Layer]
+    coda: Sequence[Layer]
+    prelude_norm: ScaledNorm | None
+    mix: LinearMix | ModuleMix
+    readout: Matrix | None
+    final_norm: ScaledNorm
+    head: Matrix
+    outer_phases: Tensor
+    core_phases: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: LanguageModel, weights: Weights = "float32") -> FoldedModel:
+        """Shares memory with the model where nothing has to be folded or converted."""
+        with without_autocast(model.device):
+            return cls._fold(model, weights)
+
+    @classmethod
+    def _fold(cls, model: LanguageModel, weights: Weights) -> FoldedModel:
+        config, device = model.config, model.device
+
+        def prepare(weight: Tensor) -> Matrix:
+            return matrix(weight, weights)
+
+        def norm(module: nn.RMSNorm) -> ScaledNorm:
+            return ScaledNorm.of(module.weight, config.norm_eps)
+
+        prelude_norm = readout = None
+        mix = LinearMix(None)
+        if isinstance(model, LoopedModel):
+            stacks = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
+            mix = _mix(model.loop.core.injection, prepare, config.width, device)
+            if model.prelude.norm is not None:
+                prelude_norm = norm(model.prelude.norm)
+            if model.coda.readout is not None:
+                readout = prepare(model.coda.readout.weight)
+            final_norm = norm(model.coda.norm)
+        elif isinstance(model, Transformer):
+            stacks, final_norm = (model.blocks, (), ()), norm(model.norm)
+        else:
+            raise TypeError(f"{type(model).__name__}: must be a LoopedModel or a Transformer.")
+        prelude, core, coda = ([Layer.of(block, prepare) for block in stack] for stack in stacks)
+        embedding = _table(model.embed)
+        unembedding = embedding if model.head is None else _table(model.head)
+        length, theta = config.context_length, config.rope_theta
+        return cls(
+            config=config,
+            weights=weights,
+            layout=Layout.of(config),
+            device=device,
+            embedding=embedding,
+            unembedding=unembedding,
+            value_tables={int(k): _table(table) for k, table in model.value_tables.items()},
+            prelude=prelude,
+            core=core,
+            coda=coda,
+            prelude_norm=prelude_norm,
+            mix=mix,
+            readout=readout,
+            final_norm=final_norm,
+            head=prepare(unembedding),
+            outer_phases=phase_table(length, config.block.head_dim, theta, device),
+            core_phases=phase_table(length, config.core_block.head_dim, theta, device),
+        )
+
+    @property
+    def layers(self) -> list[Layer]:
+        return [*self.prelude, *self.core, *self.coda]
+
+    def cache(self, policy: Policy | str = "full") -> Cache:
+        """An empty cache for this model."""
+        return Cache(self.layout, Policy.parse(policy), torch.float32, self.device)
+
+    def to_int8(self) -> FoldedModel:
+        """The same model with int8 matrices; all other tensors are shared."""
+        prelude, core, coda = (
+            [layer.map(to_int8) for layer in stack]
+            for stack in (self.prelude, self.core, self.coda)
+        )
+        mix = self.mix.map(to_int8) if isinstance(self.mix, LinearMix) else self.mix
+        return replace(
+            self,
+            weights="int8",
+            prelude=prelude,
+            core=core,
+            coda=coda,
+            mix=mix,
+            readout=_apply(to_int8, self.readout),
+            head=to_int8(self.head),
+        )
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        mix = self.mix.matrices if isinstance(self.mix, LinearMix) else []
+        readout = [] if self.readout is None else [self.readout]
+        return [
+            *(one for layer in self.layers for one in layer.matrices),
+            *mix,
+            *readout,
+            self.head,
+        ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tables and matrices."""
+        mix = [] if isinstance(self.mix, LinearMix) else self.mix.injection.parameters()
+        tables = (self.embedding, self.unembedding, *self.value_tables.values())
+        return [*tables, *(one.stored for one in self.matrices), *mix]
+
+
+def memory_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors; those that share memory count once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def _apply(function: Callable[[Matrix], Matrix], matrix: Matrix | None) -> Matrix | None:
+    return None if matrix is None else function(matrix)
+
+
+def _table(module: nn.Module) -> Tensor:
+    return aligned(module.weight.detach().float())  # type: ignore[union-attr]
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Disable autocast, which would round folded weights and the cache."""
+    if not torch.is_autocast_enabled(device.type):  # this check is much faster than disabling
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield

@@ -1,253 +1,333 @@
-"""A model in the form used for decoding: its stages over a cache, for a batch of tokens.
+"""Networks run passes of a model over a cache. `open_network` chooses one.
 
-    drive = network.begin(batch, cache)                              prelude and B_bar e
-    h     = network.loop(h, drive, batch, cache, range(1, 9))        loops 1 to 8
-    x     = network.read(h, batch, cache)                            coda
+    output = network.forward(batch, cache, max_loops)      a Network: from token ids to logits
+
+`TorchNetwork` runs any pass with PyTorch operators, on any device, in stages that other code may
+call one by one:
+
+    drive = network.begin(batch, cache)                         prelude and B_bar e
+    h     = network.loop(h, drive, batch, cache, range(1, 9))   loops 1 to 8
+    x     = network.read(h, batch, cache)                       coda
     network.logits(x)
 
-These are PyTorch operators. `network.native` runs all stages in one call of C++, for a few tokens
-on a CPU. A Transformer is a network without loops: all its layers are in the prelude.
+`NativeNetwork` (native/network.py) runs passes of a few tokens on a CPU in one call of C++, and
+`AutoNetwork` gives each pass to one of the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import copy, deepcopy
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
 from functools import cached_property
+from typing import Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from parcae.config import ModelConfig
-from parcae.infer.batch import Batch
-from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.layers import CachedStack, Layer, Prepare, ScaledNorm, phase_table
-from parcae.infer.native.kernels import Kernels
+from parcae.config import require
+from parcae.infer.batch import Batch, PassOutput
+from parcae.infer.cache import Cache
+from parcae.infer.exit import ExitMonitor, ExitRule
+from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
+from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
-from parcae.infer.quantise import Matrix, Weights, aligned, matrix, to_int8
+from parcae.infer.quantise import WEIGHTS, Weights
 from parcae.model.frame import LanguageModel
-from parcae.model.injection import (
-    AdditionInjection,
-    ConcatenationInjection,
-    DiagonalInjection,
-    Injection,
-)
-from parcae.model.looped import LoopedModel
-from parcae.model.transformer import Transformer
+
+Layers = Literal["auto", "native", "torch"]
 
 
-@contextmanager
-def without_autocast(device: torch.device) -> Iterator[None]:
-    """Disable autocast, which would round folded weights and the cache."""
-    if not torch.is_autocast_enabled(device.type):  # this check is much faster than disabling
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+class Network(Protocol):
+    model: FoldedModel
+
+    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
+        """Whether `forward` can run this pass."""
+        ...
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: Cache,
+        max_loops: Sequence[int],
+        exits: Sequence[ExitRule | None] | None = None,
+        predict: Sequence[int] | None = None,
+    ) -> PassOutput:
+        """Loop each span `max_loops` times, or until its exit rule stops it, and predict.
+
+        `exits`: one rule or None per span; spans with a rule must be single tokens.
+        `predict`: indices of the tokens whose logits are returned; the default is all.
+        """
+        ...
 
 
-@dataclass(frozen=True, eq=False)
-class LinearMix:
-    """x = A_bar h + B_bar e of the built-in injections, with folded matrices."""
+class TorchNetwork:
+    """Any pass, in PyTorch."""
 
-    into: Matrix | None
-    """B_bar; None is the identity."""
-    decay: Tensor | None = None
-    """The diagonal of A_bar, if it is diagonal."""
-    transition: Matrix | None = None
-    """A_bar, if it is dense. With neither `decay` nor `transition` it is the identity."""
+    name = "PyTorch"
 
-    def drive(self, e: Tensor) -> Tensor:
-        """B_bar e [N, d_h], which is the same in every loop."""
-        return e if self.into is None else self.into(e)
-
-    def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
-        if self.transition is not None:
-            return self.transition.add_to(drive, h)
-        return h + drive if self.decay is None else torch.addcmul(drive, self.decay, h)
-
-    def map(self, function: Callable[[Matrix], Matrix]) -> LinearMix:
-        """The same with `function` applied to the matrices."""
-        return LinearMix(_apply(function, self.into), self.decay, _apply(function, self.transition))
+    def __init__(self, model: FoldedModel) -> None:
+        self.model = model
 
     @property
-    def matrices(self) -> list[Matrix]:
-        return [one for one in (self.into, self.transition) if one is not None]
-
-
-class ModuleMix:
-    """Any other injection, through its methods `prepare` and `mix`, in float32."""
-
-    def __init__(self, injection: Injection, width: int, device: torch.device) -> None:
-        self.injection = deepcopy(injection).float().requires_grad_(False).eval()
-        self.transition = self.injection.prepare(torch.zeros(1, 1, width, device=device))[0]
-
-    def drive(self, e: Tensor) -> Tensor:
-        return self.injection.prepare(e[None])[1][0]
-
-    def __call__(self, h: Tensor, drive: Tensor) -> Tensor:
-        return self.injection.mix(h[None], self.transition, drive[None])[0]
-
-
-def _mix(injection: Injection, prepare: Prepare, width: int, device: torch.device):
-    """Built-in injections as matrices, others (and subclasses of these) as modules."""
-    if type(injection) is AdditionInjection:
-        return LinearMix(None)
-    if type(injection) is DiagonalInjection:
-        into = prepare(injection.input_matrix())
-        return LinearMix(into, decay=injection.decay().detach().contiguous())
-    if type(injection) is ConcatenationInjection:
-        into = prepare(injection.input_matrix())
-        return LinearMix(into, transition=prepare(injection.transition_matrix()))
-    return ModuleMix(injection, width, device)
-
-
-class Network:
-    def __init__(
-        self, model: LanguageModel, weights: Weights = "float32", kernels: Kernels | None = None
-    ) -> None:
-        """With `kernels`, passes of a few tokens run in C++ if it has the model's injection."""
-        with torch.no_grad(), without_autocast(model.device):
-            self._build(model, weights)
-            self.native: NativeNetwork | None = None
-            if kernels is not None and isinstance(self.mix, LinearMix):
-                self.native = NativeNetwork(self, self.mix, kernels)
-
-    def _build(self, model: LanguageModel, weights: Weights) -> None:
-        config: ModelConfig = model.config
-
-        def prepare(weight: Tensor) -> Matrix:
-            return matrix(weight, weights)
-
-        def stack(blocks: Iterable[nn.Module]) -> CachedStack:
-            return CachedStack([Layer.of(block, prepare) for block in blocks])  # type: ignore
-
-        self.config = config
-        self.weights: Weights = weights
-        self.layout = Layout.of(config)
-        self.device = model.device
-        self.embedding = _table(model.embed)
-        self.value_tables = {int(k): _table(t) for k, t in model.value_tables.items()}
-        self.prelude_norm: ScaledNorm | None = None
-        self.readout: Matrix | None = None
-        self.mix: LinearMix | ModuleMix = LinearMix(None)
-        if isinstance(model, LoopedModel):
-            parts = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
-            self.prelude, self.core, self.coda = map(stack, parts)
-            injection = model.loop.core.injection
-            self.mix = _mix(injection, prepare, config.width, model.device)
-            if model.prelude.norm is not None:
-                self.prelude_norm = ScaledNorm.of(model.prelude.norm.weight, config.norm_eps)
-            if model.coda.readout is not None:
-                self.readout = prepare(model.coda.readout.weight)
-            final = model.coda.norm
-        elif isinstance(model, Transformer):
-            self.prelude, self.core, self.coda = map(stack, (model.blocks, [], []))
-            final = model.norm
-        else:
-            raise TypeError(f"{type(model).__name__}: must be a LoopedModel or a Transformer.")
-        self.final_norm = ScaledNorm.of(final.weight, config.norm_eps)
-        self.unembedding = self.embedding if model.head is None else _table(model.head)
-        self.head = prepare(self.unembedding)
-        length, theta = config.context_length, config.rope_theta
-        self.outer_phases = phase_table(length, config.block.head_dim, theta, self.device)
-        self.core_phases = phase_table(length, config.core_block.head_dim, theta, self.device)
-
-    @cached_property
-    def drafter(self) -> Network:
-        """The network for speculative drafts: a copy with int8 matrices where those are faster,
-        which shares all other tensors; else this network."""
-        if self.native is None or self.weights != "float32" or isinstance(self.mix, ModuleMix):
-            return self
-        draft = copy(self)
-        draft.weights = "int8"
-        draft.prelude, draft.core, draft.coda = (
-            stack.map(to_int8) for stack in (self.prelude, self.core, self.coda)
-        )
-        draft.mix = self.mix.map(to_int8)
-        draft.readout, draft.head = _apply(to_int8, self.readout), to_int8(self.head)
-        draft.native = NativeNetwork(draft, draft.mix, self.native.kernels)
-        return draft
-
-    @property
-    def matrices(self) -> list[Matrix]:
-        stacks = (self.prelude, self.core, self.coda)
-        inner = [one for stack in stacks for layer in stack.layers for one in layer.matrices]
-        mix = self.mix.matrices if isinstance(self.mix, LinearMix) else []
-        readout = [] if self.readout is None else [self.readout]
-        return [*inner, *mix, *readout, self.head]
+    def drafter(self) -> TorchNetwork:
+        """The network for speculative drafts."""
+        return self
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all tables and matrices, including those of drafts; shared ones count once."""
-        tensors = [self.embedding, self.unembedding, *self.value_tables.values()]
-        networks = {id(one): one for one in (self, self.__dict__.get("drafter", self))}.values()
-        tensors += [matrix.stored for network in networks for matrix in network.matrices]
-        if isinstance(self.mix, ModuleMix):
-            tensors += self.mix.injection.parameters()
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        """Memory of all tables and matrices; shared ones count once."""
+        return memory_of(self.model.tensors)
 
-    def cache(self, policy: Policy) -> Cache:
-        """An empty cache for this network."""
-        return Cache(self.layout, policy, torch.float32, self.device)
+    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
+        return True
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: Cache,
+        max_loops: Sequence[int],
+        exits: Sequence[ExitRule | None] | None = None,
+        predict: Sequence[int] | None = None,
+    ) -> PassOutput:
+        """See `Network.forward`. Spans that have finished looping leave the batch: the remaining
+        loops run on the others alone."""
+        looping = _LoopingSpans(self, cache, batch, max_loops, exits)
+        x, state = looping.run()
+        if predict is not None:
+            x = x[list(predict)]
+        return PassOutput(self.logits(x), state, looping.loops)
 
     def begin(self, batch: Batch, cache: Cache) -> Tensor:
         """B_bar e, the input of every loop [N, d_h]; of a Transformer the last layer's output."""
-        x = F.embedding(batch.id_tensor, self.embedding)
-        x = self._outer(x, self.prelude, 0, cache.prelude_layers, batch)
-        if self.prelude_norm is not None:
-            x = self.prelude_norm(x)
-        return self.mix.drive(x)
+        model = self.model
+        x = F.embedding(batch.id_tensor, model.embedding)
+        x = self._outer(x, model.prelude, 0, cache.prelude_layers, batch)
+        if model.prelude_norm is not None:
+            x = model.prelude_norm(x)
+        return model.mix.drive(x)
 
     def initial_state(self, batch: Batch) -> Tensor:
         """h_0 of all tokens: zeros [N, d_h]."""
-        width = self.config.core_block.width
-        return torch.zeros(len(batch), width, dtype=torch.float32, device=self.device)
+        width = self.model.config.core_block.width
+        return torch.zeros(len(batch), width, dtype=torch.float32, device=self.model.device)
 
     def loop(self, h: Tensor, drive: Tensor, batch: Batch, cache: Cache, loops: range) -> Tensor:
         """h after the given loops, counted from 1, of all tokens [N, d_h]."""
-        if not self.core.layers:
+        model = self.model
+        if not model.core:
             return drive
-        phases = self.core_phases[batch.position_tensor]
-        values = self._values(batch, self.layout.prelude_layers, len(self.core.layers))
+        phases = model.core_phases[batch.position_tensor]
+        values = self._values(batch, model.layout.prelude_layers, len(model.core))
         for loop in loops:
-            h = self.core(self.mix(h, drive), phases, values, cache.core_layers(loop), batch)
+            h = model.mix(h, drive)
+            for layer, value, kv in zip(model.core, values, cache.core_layers(loop), strict=True):
+                h = layer(h, phases, value, kv, batch)
         return h
 
     def read(self, h: Tensor, batch: Batch, cache: Cache) -> Tensor:
         """Readout, coda and final norm: the input of the head [N, d_e]."""
-        x = h if self.readout is None else self.readout(h)
-        first = self.layout.prelude_layers + self.layout.core_layers
-        return self.final_norm(self._outer(x, self.coda, first, cache.coda_layers, batch))
+        model = self.model
+        x = h if model.readout is None else model.readout(h)
+        first = model.layout.prelude_layers + model.layout.core_layers
+        return model.final_norm(self._outer(x, model.coda, first, cache.coda_layers, batch))
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.head(x)
+        return self.model.head(x)
 
     def _outer(
-        self, x: Tensor, stack: CachedStack, first: int, kv: Sequence[Tensor], batch: Batch
+        self, x: Tensor, layers: Sequence[Layer], first: int, cache: Sequence[Tensor], batch: Batch
     ) -> Tensor:
-        phases = self.outer_phases[batch.position_tensor]
-        return stack(x, phases, self._values(batch, first, len(stack.layers)), kv, batch)
+        phases = self.model.outer_phases[batch.position_tensor]
+        values = self._values(batch, first, len(layers))
+        for layer, value, kv in zip(layers, values, cache, strict=True):
+            x = layer(x, phases, value, kv, batch)
+        return x
 
     def _values(self, batch: Batch, first: int, layers: int) -> list[Tensor | None]:
         """The tokens' value embeddings [N, K, E] for layers that have them."""
 
         def look_up(layer: int) -> Tensor | None:
-            table = self.value_tables.get(layer)
+            table = self.model.value_tables.get(layer)
             if table is None:
                 return None
-            head_dim = self.config.block_of_layer(layer).head_dim
+            head_dim = self.model.config.block_of_layer(layer).head_dim
             return F.embedding(batch.id_tensor, table).unflatten(-1, (-1, head_dim))
 
         return [look_up(layer) for layer in range(first, first + layers)]
 
 
-def _apply(function: Callable[[Matrix], Matrix], matrix: Matrix | None) -> Matrix | None:
-    return None if matrix is None else function(matrix)
+class _LoopingSpans:
+    """The spans of one pass of a `TorchNetwork` that still loop."""
+
+    def __init__(
+        self,
+        network: TorchNetwork,
+        cache: Cache,
+        batch: Batch,
+        max_loops: Sequence[int],
+        exits: Sequence[ExitRule | None] | None,
+    ) -> None:
+        self.network, self.cache, self.whole_batch = network, cache, batch
+        self.max_loops = max_loops
+        self.monitor: ExitMonitor | None = None
+        if exits is not None and any(exits):
+            if len(batch) > len(batch.spans):
+                raise ValueError(
+                    "exits: rules need spans of one token; prompts are read at full depth."
+                )
+            self.monitor = ExitMonitor(exits, network.logits, network.model.unembedding)
+        self.loops = [0] * len(max_loops)
+        """How many loops each span of the whole batch ran."""
+        self.readings: dict[int, Tensor] = {}
+        """The output of the coda for spans that stopped after a prediction was made."""
+        self.batch = batch
+        self.spans = list(range(len(max_loops)))
+        self.tokens = list(range(len(batch)))
+        """Which spans and tokens of the whole batch still loop."""
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """The output of the coda [N, d_e] and the final states [N, d_h]."""
+        drive = self.network.begin(self.batch, self.cache)
+        h = self.network.initial_state(self.batch)
+        final, loop = h, 0
+        while self.spans:
+            # Without a rule, no span stops before the smallest of their limits.
+            limit = min(self.max_loops[span] for span in self.spans)
+            end = limit if self.monitor is None else loop + 1
+            before = h
+            h = self.network.loop(h, drive, self.batch, self.cache, range(loop + 1, end + 1))
+            loop = end
+            stopped = self._stopped(loop, before, h)
+            if all(stopped) and len(stopped) == len(self.loops):
+                final = h
+            elif any(stopped):
+                leaving = self.batch.indices_of({i for i, stop in enumerate(stopped) if stop})
+                final[[self.tokens[index] for index in leaving]] = h[leaving]
+            for index, stop in enumerate(stopped):
+                if stop:
+                    self._finish(index, loop)
+            if any(stopped):
+                kept = self._keep([i for i, stop in enumerate(stopped) if not stop])
+                h, drive = h[kept], drive[kept]
+        return self._read(final), final
+
+    def _stopped(self, loop: int, before: Tensor, h: Tensor) -> list[bool]:
+        ended = [self.max_loops[span] <= loop for span in self.spans]
+        if self.monitor is None:
+            return ended
+        batch, cache = self.batch, self.cache
+        stops = self.monitor.stopped(loop, before, h, lambda: self.network.read(h, batch, cache))
+        return [stop or end for stop, end in zip(stops, ended, strict=True)]
+
+    def _finish(self, index: int, loop: int) -> None:
+        span = self.spans[index]
+        self.loops[span] = loop
+        if self.monitor is not None and self.monitor.reading is not None:
+            self.readings[span] = self.monitor.reading[index]
+        if loop < self.max_loops[span]:
+            at = self.batch.spans[index]
+            self.cache.settle(at.row, at.first, loop, self.max_loops[span])
+
+    def _keep(self, indices: list[int]) -> list[int]:
+        """Continue with these spans only; returns the indices of their tokens."""
+        tokens = self.batch.indices_of(set(indices))
+        self.spans = [self.spans[index] for index in indices]
+        self.tokens = [self.tokens[index] for index in tokens]
+        if self.monitor is not None:
+            self.monitor.keep(indices)
+        if indices:
+            self.batch = self.batch.select(indices)
+        return tokens
+
+    def _read(self, states: Tensor) -> Tensor:
+        """The output of the coda, which is known already for spans in `readings`."""
+        batch = self.whole_batch
+        unread = [span for span in range(len(batch.spans)) if span not in self.readings]
+        if len(unread) == len(batch.spans):
+            return self.network.read(states, batch, self.cache)
+        x = states.new_empty(len(batch), self.network.model.config.width)
+        if unread:  # with exit rules all spans are single tokens, so spans and tokens agree
+            x[unread] = self.network.read(states[unread], batch.select(unread), self.cache)
+        for span, reading in self.readings.items():
+            x[span] = reading
+        return x
 
 
-def _table(module: nn.Module) -> Tensor:
-    return aligned(module.weight.detach().float())  # type: ignore[union-attr]
+class AutoNetwork:
+    """Passes that C++ can run, in C++; others in PyTorch."""
+
+    name = "C++"
+
+    def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
+        self.model, self.kernels = model, kernels
+        self.native, self.torch = NativeNetwork(model, kernels), TorchNetwork(model)
+
+    @cached_property
+    def drafter(self) -> AutoNetwork:
+        """The network for speculative drafts: int8 matrices are faster."""
+        if self.model.weights != "float32":
+            return self
+        return AutoNetwork(self.model.to_int8(), self.kernels)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of all tables and matrices, including those of drafts; shared ones count once."""
+        models = [self.model]
+        if "drafter" in self.__dict__:
+            models.append(self.drafter.model)
+        return memory_of(tensor for model in models for tensor in model.tensors)
+
+    def choose(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> Network:
+        """The network that runs a pass."""
+        return self.native if self.native.supports(batch, exits) else self.torch
+
+    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
+        return True
+
+    def forward(
+        self,
+        batch: Batch,
+        cache: Cache,
+        max_loops: Sequence[int],
+        exits: Sequence[ExitRule | None] | None = None,
+        predict: Sequence[int] | None = None,
+    ) -> PassOutput:
+        """See `Network.forward`."""
+        return self.choose(batch, exits).forward(batch, cache, max_loops, exits, predict)
+
+
+def open_network(
+    model: LanguageModel, weights: Weights = "float32", layers: Layers = "auto"
+) -> TorchNetwork | AutoNetwork:
+    """The network of a model: `layers` is "native", "torch", or "auto" for C++ if it is available
+    and supports the model."""
+    options = ", ".join(WEIGHTS)
+    require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
+    kernels = available_kernels(layers, weights, model.device)
+    folded = FoldedModel.of(model, weights)
+    if kernels is not None and isinstance(folded.mix, LinearMix):
+        return AutoNetwork(folded, kernels)
+    injection = f"C++ does not have the injection {model.config.injection!r}"
+    require(layers != "native", "layers", injection, "Use layers='auto'.")
+    return TorchNetwork(folded)
+
+
+def available_kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
+    """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
+    known = layers in get_args(Layers)
+    require(known, "layers", f"{layers!r} is not an option", "Use auto, native or torch.")
+    fits = device.type == "cpu" and weights != "bfloat16"
+    if layers == "torch" or (layers == "auto" and not fits):
+        return None
+    reason = "'native' needs float32 or int8 weights on a CPU"
+    require(fits, "layers", reason, "Use layers='auto'.")
+    try:
+        return Kernels()
+    except KernelsUnavailable as problem:
+        remedy = "Use layers='torch'."
+        require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
+        if weights == "int8":
+            message = f"int8 saves memory but no time without the C++ layers: {problem}."
+            warnings.warn(message, stacklevel=4)
+        return None

@@ -19,24 +19,27 @@ import numpy as np
 
 from parcae.infer.batch import Batch, Span
 from parcae.infer.cache import Cache
-from parcae.infer.forward import forward
-from parcae.infer.network import Network
+from parcae.infer.network import AutoNetwork, TorchNetwork
 from parcae.infer.sequence import RunningSequence
 
 
-def decode(network: Network, cache: Cache, sequences: Sequence[RunningSequence]) -> None:
+def decode(
+    network: TorchNetwork | AutoNetwork, cache: Cache, sequences: Sequence[RunningSequence]
+) -> None:
     """Draft and verify once, for sequences with the same plan: each gains at least one token."""
     pairs = list(zip(sequences, _draft(network.drafter, cache, sequences), strict=True))
     spans = [Span(s.row, len(s.tokens) - 1, 1 + len(draft)) for s, draft in pairs]
     ids = [token for s, draft in pairs for token in (s.tokens[-1], *draft)]
     max_loops = [sequences[0].request.plan.loops] * len(sequences)
-    output = forward(network, cache, Batch(spans, ids, network.device), max_loops)
+    output = network.forward(Batch(spans, ids, cache.device), cache, max_loops)
     rows = iter(output.logit_rows)
     for sequence, draft in pairs:
         _verify(sequence, draft, list(islice(rows, 1 + len(draft))))
 
 
-def _draft(network: Network, cache: Cache, sequences: Sequence[RunningSequence]) -> list[list[int]]:
+def _draft(
+    network: TorchNetwork | AutoNetwork, cache: Cache, sequences: Sequence[RunningSequence]
+) -> list[list[int]]:
     """Guesses for each sequence."""
     plan = sequences[0].request.plan
     # A sequence near its end drafts only as many tokens as may still follow.
@@ -48,9 +51,9 @@ def _draft(network: Network, cache: Cache, sequences: Sequence[RunningSequence])
         batch = Batch(
             [Span(s.row, len(s.tokens) - 1 + step) for s, _ in active],
             [(draft or s.tokens)[-1] for s, draft in active],
-            network.device,
+            cache.device,
         )
-        output = forward(network, cache, batch, [plan.draft_loops] * len(active))
+        output = network.forward(batch, cache, [plan.draft_loops] * len(active))
         for (sequence, draft), logits in zip(active, output.logit_rows, strict=True):
             draft.append(sequence.choose(logits, tuple(draft)))
     return drafts

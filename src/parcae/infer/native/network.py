@@ -6,15 +6,14 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from parcae.infer.batch import Batch
+from parcae.infer.batch import Batch, PassOutput
 from parcae.infer.cache import Cache
 from parcae.infer.exit import ExitRule, compared_tokens
-from parcae.infer.layers import Layer
+from parcae.infer.layers import FoldedModel, Layer, LinearMix
 from parcae.infer.native.kernels import (
     MAX_TOKENS,
     Kernels,
@@ -26,22 +25,20 @@ from parcae.infer.native.kernels import (
     thread_count,
 )
 
-if TYPE_CHECKING:
-    from parcae.infer.network import LinearMix, Network
-
 SUPPORTED_EXITS = ("budget", "kl", "state")
 """The exit rules that C++ implements."""
 
 
 class NativeNetwork:
-    def __init__(self, network: Network, mix: LinearMix, kernels: Kernels) -> None:
-        self.network, self.kernels = network, kernels
-        stacks = (network.prelude, network.core, network.coda)
-        layers = [layer for stack in stacks for layer in stack.layers]
-        tables = [network.value_tables.get(number) for number in range(len(layers))]
+    """Passes of a few tokens of a model whose injection is a `LinearMix`."""
+
+    def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
+        self.model, self.kernels = model, kernels
+        layers = model.layers
+        tables = [model.value_tables.get(number) for number in range(len(layers))]
         fields = [_layer_fields(kernels, *pair) for pair in zip(layers, tables, strict=True)]
         self._layers = (LayerFields * max(1, len(layers)))(*fields)
-        self._model = _model_fields(kernels, network, mix, self._layers)
+        self._model = _model_fields(kernels, model, self._layers)
         sizes = [sum(matrix.stored.numel() for matrix in layer.matrices) for layer in layers]
         self._largest_layer = max(sizes, default=0)
         self._scratch: dict[int, Tensor] = {}
@@ -50,6 +47,8 @@ class NativeNetwork:
         """Whether C++ can run this pass: few tokens, and no exit rule that it does not have."""
         if not 0 < len(batch) <= MAX_TOKENS:
             return False
+        if exits is not None and any(exits) and len(batch) > len(batch.spans):
+            return False
         return all(rule is None or rule.name in SUPPORTED_EXITS for rule in exits or ())
 
     def forward(
@@ -57,17 +56,18 @@ class NativeNetwork:
         batch: Batch,
         cache: Cache,
         max_loops: Sequence[int],
-        exits: Sequence[ExitRule | None] | None,
-        predict: Sequence[int],
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        """Logits of the tokens in `predict`, final states [N, d_h], and the loops of each span."""
+        exits: Sequence[ExitRule | None] | None = None,
+        predict: Sequence[int] | None = None,
+    ) -> PassOutput:
+        """See `Network.forward`."""
+        predict = range(len(batch)) if predict is None else predict
         loops = range(1, max(max_loops) + 1) if self._model.core else range(0)
         has_depths = bool(loops) and (exits is not None or len(set(max_loops)) > 1)
         rules = [None] * len(max_loops) if exits is None else exits
         limits, min_changes, watched = _stopping(max_loops, rules) if has_depths else ([], [], [])
         wanted = range(len(batch)) if any(watched) else predict
-        logits = _empty(len(wanted), self.network.config.vocab_size)
-        state = _empty(len(batch), self.network.config.core_block.width)
+        logits = _empty(len(wanted), self.model.config.vocab_size)
+        state = _empty(len(batch), self.model.config.core_block.width)
         threads = thread_count(self._largest_layer * len(batch))
         tokens = [int64_array(values) for values in (batch.ids, batch.rows, batch.positions)]
         slots, predicted = int64_array(map(cache.policy.slot, loops)), int64_array(wanted)
@@ -114,8 +114,8 @@ class NativeNetwork:
         if wanted != predict:
             logits = logits[list(predict)]
         if ran is None:
-            return logits, state, list(max_loops)
-        return logits, state, [ran[token] for token in batch.last_indices]
+            return PassOutput(logits, state, list(max_loops))
+        return PassOutput(logits, state, [ran[token] for token in batch.last_indices])
 
     def _scratch_for(self, threads: int) -> Tensor:
         if threads not in self._scratch:
@@ -166,11 +166,9 @@ def _layer_fields(kernels: Kernels, layer: Layer, value_table: Tensor | None) ->
     )
 
 
-def _model_fields(
-    kernels: Kernels, network: Network, mix: LinearMix, layers: ctypes.Array
-) -> ModelFields:
-    config, layout = network.config, network.layout
-    norm = network.prelude_norm
+def _model_fields(kernels: Kernels, model: FoldedModel, layers: ctypes.Array) -> ModelFields:
+    config, layout, norm, mix = model.config, model.layout, model.prelude_norm, model.mix
+    assert isinstance(mix, LinearMix)
     return ModelFields(
         layers=ctypes.addressof(layers),
         prelude=layout.prelude_layers,
@@ -179,17 +177,17 @@ def _model_fields(
         width=config.width,
         state_width=config.core_block.width,
         context=config.context_length,
-        embedding=address(network.embedding),
-        outer_phases=address(network.outer_phases),
-        core_phases=address(network.core_phases),
+        embedding=address(model.embedding),
+        outer_phases=address(model.outer_phases),
+        core_phases=address(model.core_phases),
         prelude_norm=None if norm is None else address(norm.scale),
-        final_norm=address(network.final_norm.scale),
-        norm_floor=float(network.final_norm.unit.floor) ** 2,
+        final_norm=address(model.final_norm.scale),
+        norm_floor=float(model.final_norm.unit.floor) ** 2,
         into=kernels.fields(mix.into),
         transition=kernels.fields(mix.transition),
         decay=address(mix.decay),
-        readout=kernels.fields(network.readout),
-        head=kernels.fields(network.head),
-        unembedding=address(network.unembedding),
+        readout=kernels.fields(model.readout),
+        head=kernels.fields(model.head),
+        unembedding=address(model.unembedding),
         candidates=compared_tokens(config.vocab_size),
     )
