@@ -137,7 +137,7 @@ def test_cancelling_what_waits_and_what_runs():
     engine.cancel(running, waiting)
     while not last.finish:
         engine.step()
-    assert (running.finish, running.generated, waiting.generated) == (None, 1, 0)
+    assert (running.finish, running.generated, waiting.generated) == ("cancelled", 1, 0)
     assert last.completion().tokens == Engine(model_of("parcae")).generate([3], **SAMPLED).tokens
     engine.cancel(last)
     assert is_idle(engine)

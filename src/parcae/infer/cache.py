@@ -102,9 +102,16 @@ class Cache:
     """Memory for `rows` sequences of `capacity` tokens; it grows by doubling."""
 
     def __init__(
-        self, layout: Layout, policy: Policy, dtype: torch.dtype, device: torch.device
+        self,
+        layout: Layout,
+        policy: Policy,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_bytes: int | None = None,
     ) -> None:
+        """`max_bytes`: the largest size; the default is what memory allows."""
         self.layout, self.policy, self.dtype, self.device = layout, policy, dtype, device
+        self.max_bytes = max_bytes
         self.clear()
 
     def clear(self) -> None:
@@ -127,12 +134,9 @@ class Cache:
         """Grow to at least this size and keep the contents. ConfigError if memory is too small."""
         if rows <= self.rows and capacity <= self.capacity and loops <= self.loops:
             return
-        if capacity > self.capacity:
-            doubled = max(2 * self.capacity, SMALLEST_CAPACITY)
-            capacity = max(capacity, min(doubled, self.layout.context_length))
         rows, loops = max(rows, self.rows), max(loops, self.loops)
-        capacity = max(capacity, self.capacity)
-        check_memory(self.bytes_per_token(loops), rows, capacity, loops, self.device)
+        capacity = self._grown(capacity, self.capacity)
+        self._check_memory(rows, capacity, loops, available_memory(self.device))
         slots = self.policy.count(loops) * self.layout.core_layers
         outer = self._empty(self.layout.outer, self.layout.outer_layers, rows, capacity)
         core = self._empty(self.layout.core, slots, rows, capacity)
@@ -142,6 +146,35 @@ class Cache:
         self.outer, self.core = outer, core
         self.rows, self.capacity, self.loops = rows, capacity, loops
         self._make_views()
+
+    def check_row(self, capacity: int, loops: int) -> None:
+        """ConfigError if a single row of this size does not fit, with the cache's memory freed."""
+        free = available_memory(self.device)
+        free = None if free is None else free + self.bytes
+        self._check_memory(1, self._grown(capacity, 0), loops, free)
+
+    def _grown(self, capacity: int, present: int) -> int:
+        """The number of positions to allocate for `capacity` where there are `present`."""
+        if capacity <= present:
+            return present
+        doubled = max(2 * present, SMALLEST_CAPACITY)
+        return max(capacity, min(doubled, self.layout.context_length))
+
+    def _check_memory(self, rows: int, capacity: int, loops: int, free: int | None) -> None:
+        """ConfigError if a cache of this size is larger than `free` bytes (None is unknown) or than
+        its own limit."""
+        bytes_per_token = self.bytes_per_token(loops)
+        needed = bytes_per_token * rows * capacity
+        limits = [limit for limit in (free, self.max_bytes) if limit is not None]
+        require(
+            all(needed <= limit for limit in limits),
+            "cache",
+            f"{rows} rows x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
+            f"({format_bytes(bytes_per_token)} per token), but "
+            f"{format_bytes(min(limits, default=0))} are free",
+            "Use fewer rows or tokens, fewer loops, or a policy that shares slots "
+            "(cache='last:2').",
+        )
 
     def _make_views(self) -> None:
         """Views of single layers, made once: a view costs as much as a small operation."""
@@ -181,17 +214,3 @@ class Cache:
     def _empty(self, shape: BlockShape, layers: int, rows: int, capacity: int) -> Tensor:
         full = (layers, rows, capacity, 2, shape.kv_heads, shape.head_dim)
         return torch.empty(full, dtype=self.dtype, device=self.device)
-
-
-def check_memory(
-    bytes_per_token: int, rows: int, capacity: int, loops: int, device: torch.device
-) -> None:
-    """ConfigError if a cache of this size does not fit in free memory."""
-    needed, free = bytes_per_token * rows * capacity, available_memory(device)
-    require(
-        free is None or needed <= free,
-        "cache",
-        f"{rows} rows x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
-        f"({format_bytes(bytes_per_token)} per token), but {format_bytes(free or 0)} are free",
-        "Use fewer rows or tokens, fewer loops, or a policy that shares slots (cache='last:2').",
-    )

@@ -6,9 +6,17 @@
     for piece in engine.stream("import "):
         print(piece.text, end="")
 
-These use `submit` and `step`: a request waits until a row of the cache is free, its prompt is read
-(a prefix that is in the cache is copied), and then every step adds a token, or several with
-speculation. The text of a request does not depend on other requests.
+These use `submit` and `step`, which a server calls itself:
+
+    sequence = engine.submit(engine.request("import ", loops=8))
+    while sequence.finish is None:
+        engine.step()            # serves all requests; sequence.pieces has the new tokens
+    sequence.completion()        # or engine.cancel(sequence) before its end
+
+A request waits until a row of the cache is free, its prompt is read (a prefix that is in the cache
+is copied), and then every step adds a token, or several with speculation. Sequences at different
+positions and with different numbers of loops share a pass. The text of a request does not depend on
+other requests.
 """
 
 from __future__ import annotations
@@ -21,14 +29,13 @@ from typing import Any, overload
 
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer import DEFAULT_TEMPERATURE, speculative
-from parcae.infer.batch import Batch, PassOutput, Span
+from parcae.infer import DEFAULT_TEMPERATURE, decode
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
 from parcae.infer.network import Layers, open_network
 from parcae.infer.quantise import Weights
-from parcae.infer.request import DepthPlan, Request, check_whole
+from parcae.infer.request import DepthPlan, Request, as_ids, check_whole
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling
 from parcae.infer.sequence import Completion, Piece, RunningSequence
@@ -52,6 +59,8 @@ class Engine:
         layers: Layers = "auto",
         rows: int = 16,
         reuse_prefixes: bool = True,
+        prefill_tokens: int | None = None,
+        max_cache_bytes: int | None = None,
     ) -> None:
         """`tokenizer`: for prompts and results as text; without it they are token ids.
 
@@ -66,14 +75,26 @@ class Engine:
 
         `reuse_prefixes`: copy the start of a prompt from the cache if it is there.
 
+        `prefill_tokens`: the largest number of prompt tokens read per step, so that long prompts do
+        not hold up texts that are being decoded; the default is no limit. A prompt is read in one
+        piece if loops share slots of the cache, which then depends on how it is split.
+
+        `max_cache_bytes`: the largest size of the cache; the default is what memory allows.
+        Requests for which there is no room wait.
+
         The engine shares the model's weights where it can and copies them where not, so create a
         new engine after training the model further.
         """
         check_whole("rows", rows, 1, MAX_ROWS)
+        if prefill_tokens is not None:
+            check_whole("prefill_tokens", prefill_tokens, 1)
+        if max_cache_bytes is not None:
+            check_whole("max_cache_bytes", max_cache_bytes, 1)
+        self.prefill_tokens = prefill_tokens
         self.tokenizer = tokenizer
         self.config = model.config
         self.network = open_network(model, weights, layers)
-        self.cache = self.network.model.cache(cache)
+        self.cache = self.network.model.cache(cache, max_cache_bytes)
         self.rows = Rows(self.cache, rows, reuse_prefixes)
         self._lock = RLock()
         """Threads may submit, step and cancel concurrently; steps run one at a time."""
@@ -139,17 +160,17 @@ class Engine:
             require(has_tokenizer, "stop", "strings need a tokenizer", "Give the engine one.")
         if stop_tokens is None:
             stop_tokens = () if self.tokenizer is None else (self.tokenizer.bos,)
-        return Request.checked(
-            self.config,
-            self.encode(prompt),
+        request = Request(
+            prompt=tuple(as_ids("prompt", self.encode(prompt))),
             new_tokens=new_tokens,
             plan=plan,
             sampling=sampling,
             seed=seed,
-            stop_tokens=stop_tokens,
-            stop=stop,
+            stop_tokens=frozenset(as_ids("stop_tokens", stop_tokens)),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             logprobs=logprobs,
         )
+        return request.check(self.config)
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
         """The ids of a prompt: BOS and the ids of a text; ids are returned unchanged."""
@@ -172,9 +193,7 @@ class Engine:
         self, requests: Sequence[Request], on_token: Callable[[int], None] | None = None
     ) -> list[Completion]:
         """Decode all requests. `on_token` is called after every step with its number of tokens."""
-        with self._lock:
-            self.rows.reserve(requests, len(self._running) + len(self._waiting))
-            sequences = [self.submit(request) for request in requests]
+        sequences = self._submit(requests)
         try:
             while not all(s.finish for s in sequences):
                 count = self.step()
@@ -208,87 +227,104 @@ class Engine:
             self.cancel(sequence)
 
     def submit(self, request: Request) -> RunningSequence:
-        """Queue a request; call `step` until its `finish` is set. ConfigError if the cache does
-        not fit in memory."""
-        sequence = RunningSequence(request, self.tokenizer, self.config.context_length)
+        """Queue a request; call `step` until its `finish` is set. ConfigError if its cache would
+        not fit in memory even alone."""
+        return self._submit([request])[0]
+
+    def _submit(self, requests: Sequence[Request]) -> list[RunningSequence]:
+        context = self.config.context_length
+        sequences = [RunningSequence(request, self.tokenizer, context) for request in requests]
         with self._lock:
-            self.rows.reserve([request], len(self._running) + len(self._waiting))
-            self._waiting.append(sequence)
-        return sequence
+            self.rows.reserve(requests, len(self._running) + len(self._waiting))
+            self._waiting.extend(sequences)
+        return sequences
 
     def cancel(self, *sequences: RunningSequence) -> None:
-        """Remove sequences from the queue and free their rows; finished ones are ignored."""
-        cancelled = {id(s) for s in sequences}
+        """End sequences and free their rows; their `finish` is "cancelled". Those that have ended
+        are ignored."""
         with self._lock:
-            self._waiting = deque(s for s in self._waiting if id(s) not in cancelled)
-            for sequence in self._running:
-                if id(sequence) in cancelled:
-                    self.rows.release(sequence)
-            self._running = [s for s in self._running if id(s) not in cancelled]
+            for sequence in sequences:
+                sequence.finish = sequence.finish or "cancelled"
+            self._remove_finished()
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that have no row yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """The number of requests that have a row of the cache."""
+        return len(self._running)
 
     def step(self) -> int:
-        """Read the prompts for which rows are free, then add a token or more to every running
-        sequence. Returns the number of new tokens."""
-        with self._lock, without_autocast(self.cache.device):
-            return self._step()
+        """Read prompts for which there are rows, then add a token or more to every sequence whose
+        prompt had been read. Returns the number of new tokens.
 
-    def _step(self) -> int:
-        before = sum(s.generated for s in (*self._running, *self._waiting))
-        running = list(self._running)
-        self._admit()
-        self._decode([s for s in running if not s.finish])
-        count = sum(s.generated for s in (*self._running, *self._waiting)) - before
+        An exception ends the sequences of the pass that raised it, whose `completion()` raises it;
+        others continue.
+        """
+        with self._lock, without_autocast(self.cache.device):
+            before = sum(s.generated for s in self._running)
+            decoding = [s for s in self._running if not s.is_reading]
+            self._read_prompts()
+            self._decode(decoding)
+            count = sum(s.generated for s in self._running) - before
+            self._remove_finished()
+            return count
+
+    def _remove_finished(self) -> None:
         for sequence in self._running:
             if sequence.finish:
                 self.rows.release(sequence)
         self._running = [s for s in self._running if not s.finish]
-        return count
+        self._waiting = deque(s for s in self._waiting if not s.finish)
 
-    def _admit(self) -> None:
-        """Read waiting prompts in waves; `Rows.assign` decides which wait to copy a prefix."""
-        while self._waiting and self.rows.free:
-            wave = self.rows.assign(self._waiting)
-            try:
-                self._read_prompts(wave)
-            finally:  # after an interrupt, unread prompts wait again
-                unread = [s for s in wave if s.computed < len(s.request.prompt) and not s.finish]
-                for sequence in reversed(unread):
-                    self.rows.unassign(sequence)
-                    self._waiting.appendleft(sequence)
-                self._running.extend(s for s in wave if s not in unread)
+    def _read_prompts(self) -> None:
+        """Read until all waiting prompts that can have a row are read, or the limit is reached."""
+        left = self.prefill_tokens
+        while left is None or left > 0:
+            self._running += self.rows.assign(self._waiting, self._running)
+            reading = [s for s in self._running if s.is_reading]
+            if not reading:
+                return
+            ends = self._ends(reading, left)
+            part = reading[: len(ends)]
+            if left is not None:
+                left -= sum(ends) - sum(s.computed for s in part)
+            self._run(decode.read_prompts, part, ends)
 
-    def _read_prompts(self, wave: list[RunningSequence]) -> None:
-        spans = [Span(s.row, s.reused, len(s.tokens) - s.reused) for s in wave]
-        ids = [token for s in wave for token in s.tokens[s.reused :]]
-        batch = Batch(spans, ids, self.cache.device)
-        max_loops = [s.request.plan.loops for s in wave]
-        output = self.network.forward(batch, self.cache, max_loops, predict=batch.last_indices)
-        _accept_next(wave, output)
+    def _ends(self, reading: Sequence[RunningSequence], limit: int | None) -> list[int]:
+        """Up to where to read the first prompts, with at most `limit` tokens together."""
+        if limit is None:
+            return [len(s.tokens) for s in reading]
+        ends = []
+        for sequence in reading:
+            unread = len(sequence.tokens) - sequence.computed
+            if self.cache.policy.is_exact_for(sequence.request.plan.loops):
+                unread = min(unread, limit)
+            ends.append(sequence.computed + unread)
+            limit -= unread
+            if limit <= 0:
+                break
+        return ends
 
-    def _decode(self, sequences: list[RunningSequence]) -> None:
+    def _decode(self, sequences: Sequence[RunningSequence]) -> None:
         sequences = sorted(sequences, key=lambda s: s.row)
-        plans = {s.request.plan for s in sequences if s.request.plan.draft_loops}
-        for plan in plans:
-            group = [s for s in sequences if s.request.plan == plan]
-            speculative.decode(self.network, self.cache, group)
+        for plan in {s.request.plan for s in sequences if s.request.plan.draft_loops}:
+            self._run(decode.speculate, [s for s in sequences if s.request.plan == plan])
         plain = [s for s in sequences if not s.request.plan.draft_loops]
         if plain:
-            self._decode_plain(plain)
+            self._run(decode.decode, plain)
 
-    def _decode_plain(self, sequences: list[RunningSequence]) -> None:
-        spans = [Span(s.row, len(s.tokens) - 1) for s in sequences]
-        batch = Batch(spans, [s.tokens[-1] for s in sequences], self.cache.device)
-        max_loops = [s.request.plan.loops for s in sequences]
-        exits = [s.request.plan.exit for s in sequences]
-        output = self.network.forward(batch, self.cache, max_loops, exits if any(exits) else None)
-        _accept_next(sequences, output)
-
-
-def _accept_next(sequences: list[RunningSequence], output: PassOutput) -> None:
-    """Choose the next token of each sequence from the logits of its last token."""
-    each = zip(sequences, output.loops, output.logit_rows, strict=True)
-    for sequence, loops, logits in each:
-        sequence.accept(sequence.choose(logits), loops, logits)
+    def _run(
+        self, function: Callable[..., None], sequences: Sequence[RunningSequence], *rest: Any
+    ) -> None:
+        try:
+            function(self.network, self.cache, sequences, *rest)
+        except Exception as error:
+            for sequence in sequences:
+                sequence.fail(error)
 
 
 @overload

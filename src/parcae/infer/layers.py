@@ -319,9 +319,9 @@ class FoldedModel:
     def layers(self) -> list[Layer]:
         return [*self.prelude, *self.core, *self.coda]
 
-    def cache(self, policy: Policy | str = "full") -> Cache:
+    def cache(self, policy: Policy | str = "full", max_bytes: int | None = None) -> Cache:
         """An empty cache for this model."""
-        return Cache(self.layout, Policy.parse(policy), torch.float32, self.device)
+        return Cache(self.layout, Policy.parse(policy), torch.float32, self.device, max_bytes)
 
     def to_int8(self) -> FoldedModel:
         """The same model with int8 matrices; all other tensors are shared."""

@@ -297,9 +297,13 @@ class AutoNetwork:
         return self.choose(batch, exits).forward(batch, cache, max_loops, exits, predict)
 
 
+AnyNetwork = TorchNetwork | AutoNetwork
+"""What an engine decodes with."""
+
+
 def open_network(
     model: LanguageModel, weights: Weights = "float32", layers: Layers = "auto"
-) -> TorchNetwork | AutoNetwork:
+) -> AnyNetwork:
     """The network of a model: `layers` is "native", "torch", or "auto" for C++ if it is available
     and supports the model."""
     options = ", ".join(WEIGHTS)

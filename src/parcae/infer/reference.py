@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.config import require
 from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.request import check_prompt, check_whole
 from parcae.infer.sampling import Sampling, pick
@@ -51,11 +50,9 @@ def generate(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
     )
-    tokens = check_prompt(prompt, model.config.vocab_size)
-    check_whole("new_tokens", new_tokens, 1)
     limit = model.config.context_length
-    problem = f"{len(tokens)} tokens, but the model's context holds {limit}"
-    require(len(tokens) <= limit, "prompt", problem, "Shorten the prompt.")
+    tokens = check_prompt(prompt, model.config.vocab_size, limit)
+    check_whole("new_tokens", new_tokens, 1)
     loops = model.config.loop.nominal_loops if loops is None else loops
     start, ends = len(tokens), frozenset(stop_tokens)
     for position in range(start, min(start + new_tokens, limit + 1)):

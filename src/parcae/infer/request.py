@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
@@ -52,10 +52,10 @@ class DepthPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A valid request; `Engine.request` makes one from a prompt and options."""
+    """A prompt and what to do with it; `Engine.request` makes one from text or ids and options."""
 
     prompt: tuple[int, ...]
-    new_tokens: int
+    new_tokens: int = 128
     plan: DepthPlan
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -65,57 +65,30 @@ class Request:
     logprobs: int | None = None
     """Return log-probabilities of each token and of the likeliest `logprobs` tokens; None: none."""
 
-    @classmethod
-    def checked(
-        cls,
-        config: ModelConfig,
-        prompt: Sequence[int],
-        *,
-        new_tokens: int = 128,
-        plan: DepthPlan,
-        sampling: Sampling | None = None,
-        seed: int = 0,
-        stop_tokens: Collection[int] = (),
-        stop: str | Sequence[str] = (),
-        logprobs: int | None = None,
-    ) -> Request:
-        """A request for a model with this configuration; ConfigError for anything invalid."""
-        tokens = check_prompt(prompt, config.vocab_size)
-        limit = config.context_length
-        require(
-            len(tokens) <= limit,
-            "prompt",
-            f"{len(tokens)} tokens, but the model's context holds {limit}",
-            "Shorten the prompt.",
-        )
-        check_whole("new_tokens", new_tokens, 1)
-        check_whole("seed", seed)
+    def __post_init__(self) -> None:
+        check_whole("new_tokens", self.new_tokens, 1)
+        check_whole("seed", self.seed)
+        texts = all(isinstance(text, str) for text in self.stop)
+        require(texts, "stop", f"{self.stop!r} is not text", "Give token ids as stop_tokens.")
+        require(all(self.stop), "stop", "a stop string is empty", "Omit it.")
+
+    def check(self, config: ModelConfig) -> Request:
+        """This request; ConfigError if a model with this configuration cannot take it."""
+        check_prompt(self.prompt, config.vocab_size, config.context_length)
         if config.architecture == "transformer":
-            fits = plan.loops == 1 and plan.exit is None
+            fits = self.plan.loops == 1 and self.plan.exit is None
             require(fits, "loops", "a Transformer has no loop", "Omit loops and exit.")
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        texts = all(isinstance(text, str) for text in stops)
-        require(texts, "stop", f"{stop!r} is not text", "Give token ids as stop_tokens.")
-        require(all(stops), "stop", "a stop string is empty", "Omit it.")
-        if logprobs is not None:
-            check_whole("logprobs", logprobs, 0, min(MAX_LOGPROBS, config.vocab_size))
-        return cls(
-            prompt=tuple(tokens),
-            new_tokens=new_tokens,
-            plan=plan,
-            sampling=sampling or Sampling(),
-            seed=seed,
-            stop_tokens=_check_stop_tokens(stop_tokens, config.vocab_size),
-            stop=stops,
-            logprobs=logprobs,
-        )
+        for token in self.stop_tokens:
+            check_whole("stop_tokens", token, 0, config.vocab_size - 1)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, config.vocab_size))
+        return self
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
-    """The ids of a prompt as a list; ConfigError if they are not valid ids, or none."""
-    iterable = isinstance(prompt, Iterable)
-    require(iterable, "prompt", f"{prompt!r} is not a list of ids", "Give a list, or text.")
-    tokens = [_as_id(token) for token in prompt]
+def check_prompt(prompt: Sequence[int], vocab_size: int, context_length: int) -> list[int]:
+    """The ids of a prompt as a list; ConfigError if there are none, if they are not ids of this
+    vocabulary, or if they do not fit in the context."""
+    tokens = as_ids("prompt", prompt)
     require(
         len(tokens) > 0,
         "prompt",
@@ -129,21 +102,23 @@ def check_prompt(prompt: Sequence[int], vocab_size: int) -> list[int]:
         f"id {wrong[:1]} is outside the vocabulary of {vocab_size}",
         "Was the text encoded with this model's tokenizer?",
     )
+    problem = f"{len(tokens)} tokens, but the model's context holds {context_length}"
+    require(len(tokens) <= context_length, "prompt", problem, "Shorten the prompt.")
     return tokens
 
 
-def _as_id(token: object) -> int:
+def as_ids(key: str, tokens: object) -> list[int]:
+    """Token ids as a list of int; ConfigError if they are not whole numbers."""
+    iterable = isinstance(tokens, Iterable)
+    require(iterable, key, f"{tokens!r} is not a list of ids", "Give a list, or text.")
+    return [_as_id(key, token) for token in tokens]  # type: ignore[union-attr]
+
+
+def _as_id(key: str, token: object) -> int:
     try:
         return operator.index(token)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(f"prompt: {token!r} is not an id. Give whole numbers.") from None
-
-
-def _check_stop_tokens(tokens: object, vocab_size: int) -> frozenset[int]:
-    iterable = isinstance(tokens, Iterable)
-    require(iterable, "stop_tokens", f"{tokens!r} is not a list", "Give a list of ids.")
-    ids = [check_whole("stop_tokens", token, 0, vocab_size - 1) for token in tokens]  # type: ignore
-    return frozenset(ids)
+        raise ConfigError(f"{key}: {token!r} is not an id. Give whole numbers.") from None
 
 
 def check_whole(

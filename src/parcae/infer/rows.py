@@ -33,7 +33,8 @@ class Rows:
         return sum(row < self.cache.rows for row in self._free)
 
     def reserve(self, requests: Sequence[Request], busy: int) -> None:
-        """Allocate rows for these requests beside `busy` others, up to the largest number.
+        """Allocate rows for these requests beside `busy` others, up to the largest number and what
+        fits in memory; requests without a row wait. ConfigError if one could never have a row.
 
         Free rows whose contents may be reused are kept, as long as there is memory.
         """
@@ -51,17 +52,21 @@ class Rows:
         except ConfigError:
             if busy == 0:
                 self._forget()
-            self._reserve_up_to(needed, length, loops)
+            self._reserve_up_to(needed, length, loops, busy > 0)
 
-    def _reserve_up_to(self, rows: int, length: int, loops: int) -> None:
-        """Allocate as many rows as fit in memory; other requests wait."""
+    def _reserve_up_to(self, rows: int, length: int, loops: int, may_wait: bool) -> None:
+        """Allocate as many rows as fit in memory. If not even one does and others are running, the
+        request may wait for the memory that they use."""
         while True:
             try:
                 return self.cache.reserve(rows, length, loops)
             except ConfigError:
-                if rows <= max(1, self.cache.rows):
+                if rows > max(1, self.cache.rows):
+                    rows -= 1
+                    continue
+                if not may_wait:
                     raise
-                rows -= 1
+                return self.cache.check_row(length, loops)
 
     def _forget(self) -> None:
         """Drop the contents of all rows and free their memory."""
@@ -69,25 +74,42 @@ class Rows:
         self._contents = [None] * self.max_rows
         self._free = deque(range(self.max_rows))
 
-    def assign(self, waiting: deque[RunningSequence]) -> list[RunningSequence]:
-        """Take sequences from `waiting` and assign rows to them. A prompt with a long prefix in
-        common with one of these waits, to reuse it."""
-        wave: list[RunningSequence] = []
+    def assign(
+        self, waiting: deque[RunningSequence], running: Sequence[RunningSequence]
+    ) -> list[RunningSequence]:
+        """Take sequences from `waiting`, first come first served, and give them rows.
+
+        A prompt with a long prefix in common with one that is being read waits to reuse it. One
+        that is larger than the rows waits until no other sequence runs; then the rows grow.
+        """
+        assigned: list[RunningSequence] = []
         later: list[RunningSequence] = []
-        while waiting and self.free:
+        if waiting and not running and not self._fits(waiting[0]):
+            self._grow_for(waiting)
+        reading = [sequence for sequence in running if sequence.is_reading]
+        while waiting and self.free and self._fits(waiting[0]):
             sequence = waiting.popleft()
-            if self._should_wait(sequence, wave):
+            if self._should_wait(sequence, [*reading, *assigned]):
                 later.append(sequence)
                 continue
             self._assign(sequence)
-            wave.append(sequence)
+            assigned.append(sequence)
         waiting.extendleft(reversed(later))
-        return wave
+        return assigned
 
-    def unassign(self, sequence: RunningSequence) -> None:
-        """Release the row and reset the sequence to its state before `assign`."""
-        self.release(sequence)
-        sequence.row, sequence.reused, sequence.computed = -1, 0, 0
+    def _grow_for(self, waiting: deque[RunningSequence]) -> None:
+        """Enlarge the rows, of which none is used; the first sequence fails if it cannot fit."""
+        try:
+            self.reserve([sequence.request for sequence in waiting], 0)
+        except ConfigError:
+            try:
+                self.reserve([waiting[0].request], 0)
+            except ConfigError as error:
+                waiting.popleft().fail(error)
+
+    def _fits(self, sequence: RunningSequence) -> bool:
+        request, cache = sequence.request, self.cache
+        return self._length([request]) <= cache.capacity and request.plan.loops <= cache.loops
 
     def release(self, sequence: RunningSequence) -> None:
         """Free the row of a sequence and keep its contents for reuse."""
@@ -106,15 +128,18 @@ class Rows:
         self._assigned[row] = sequence
         self._contents[row] = None
 
-    def _best_source(self, sequence: RunningSequence) -> tuple[int | None, int]:
-        """The row with the longest reusable prefix of a prompt, and its length."""
+    def _best_source(
+        self, sequence: RunningSequence, besides: Sequence[RunningSequence] = ()
+    ) -> tuple[int | None, int]:
+        """The row with the longest reusable prefix of a prompt, and its length; the rows of
+        `besides` do not count."""
         best, longest = None, 0
         if not self._may_reuse(sequence):
             return best, longest
         for row in range(self.max_rows):
             other = self._assigned.get(row)
             contents = self._contents[row] if other is None else self._reusable(other)
-            if contents is None or contents[0] != sequence.request.plan:
+            if other in besides or contents is None or contents[0] != sequence.request.plan:
                 continue
             length = min(common_prefix(contents[1], sequence.tokens), len(sequence.tokens) - 1)
             if length > longest:
@@ -125,15 +150,17 @@ class Rows:
         """Not if loops share slots: the cache then depends on how a prompt was split in passes."""
         return self.reuse and self.cache.policy.is_exact_for(sequence.request.plan.loops)
 
-    def _should_wait(self, sequence: RunningSequence, wave: list[RunningSequence]) -> bool:
-        """Whether another prompt that is about to be read has a much longer common prefix than
-        any row."""
+    def _should_wait(self, sequence: RunningSequence, reading: list[RunningSequence]) -> bool:
+        """Whether another prompt that is being read has a much longer common prefix than any
+        other row."""
         plan = sequence.request.plan
-        same_plan = [other for other in wave if other.request.plan == plan]
+        same_plan = [other for other in reading if other.request.plan == plan]
         if not same_plan or not self._may_reuse(sequence):
             return False
-        common = max(common_prefix(sequence.tokens, other.tokens) for other in same_plan)
-        return common - self._best_source(sequence)[1] >= MIN_SHARED_PREFIX
+        shared = [common_prefix(sequence.tokens, other.tokens) for other in same_plan]
+        copied = [min(n, other.reused) for n, other in zip(shared, same_plan, strict=True)]
+        present = max(*copied, self._best_source(sequence, besides=reading)[1])
+        return max(shared) - present >= MIN_SHARED_PREFIX
 
     def _row_to_replace(self) -> int:
         """An empty allocated row, or else the least recently used."""

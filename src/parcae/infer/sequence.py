@@ -23,7 +23,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Request
 from parcae.infer.sampling import NonFiniteLogits, likeliest, pick
 
-Finish = Literal["length", "context", "stop", "error"]
+Finish = Literal["length", "context", "stop", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Completion:
     """The text up to a stop string. None if the engine has no tokenizer."""
     finish: Finish
     """`length`: new_tokens are generated; `context`: the context is full; `stop`: a stop token or
-    stop string appeared."""
+    stop string appeared; `cancelled`: by `Engine.cancel`."""
     loops: tuple[int, ...]
     """For each token, the loops of the token it was predicted from."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -123,18 +123,21 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class RunningSequence:
+    """A request in the engine; `Engine.submit` returns it. `finish` is set when it has ended, then
+    `completion()` is the result; until then `pieces` has the tokens not yet taken from it."""
+
     def __init__(self, request: Request, tokenizer: Tokenizer | None, context: int) -> None:
         self.request, self.context = request, context
         self.tokens = list(request.prompt)
         self.row = -1
         self.computed = 0
-        """Tokens whose keys and values are in the cache at full depth."""
+        """Tokens at the beginning whose keys and values are in the cache at full depth."""
         self.reused = self.drafted = self.accepted = 0
         self.loops: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.finish: Finish | None = None
-        self.error: NonFiniteLogits | None = None
-        """Set if the model's logits were not finite; other sequences continue."""
+        self.error: Exception | None = None
+        """Why the sequence failed, such as logits that are not finite; others continue."""
         self.pieces: deque[Piece] = deque()
         """Not yet taken by the caller of a stream."""
         self._stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
@@ -143,6 +146,11 @@ class RunningSequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether the prompt has not been computed to its end."""
+        return self.finish is None and self.computed < len(self.request.prompt)
 
     @property
     def room(self) -> int:
@@ -161,8 +169,13 @@ class RunningSequence:
             tensor = torch.from_numpy(logits)
             return pick(tensor, request.sampling, request.seed, len(seen), seen)
         except NonFiniteLogits as error:
-            self.error, self.finish = error, "error"
+            self.fail(error)
             return 0
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which `completion()` raises."""
+        if self.finish is None:
+            self.error, self.finish = error, "error"
 
     def check(self) -> None:
         if self.error is not None:
