@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
-    "evaluation.compare": ("compare",),
     "evaluation.run": ("evaluate",),
     "files": ("FileError",),
     "infer.engine": ("Engine", "generate"),
@@ -36,10 +35,12 @@ _PUBLIC = {
         "register_optimiser",
         "register_sampler",
     ),
+    "report.comparison": ("compare",),
     "report.loop_trace": ("trace_loops",),
     "report.page": ("write_report",),
     "runs": ("load", "open_checkpoint"),
     "sweeps.run": ("sweep",),
+    "tables": ("format_table",),
     "training.cost": ("plan",),
     "training.run": ("TrainResult", "train"),
 }
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from parcae.config import Curriculum as Curriculum
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
-    from parcae.evaluation.compare import compare as compare
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.files import FileError as FileError
     from parcae.infer.engine import Engine as Engine
@@ -69,11 +69,13 @@ if TYPE_CHECKING:
     from parcae.registry import register_injection as register_injection
     from parcae.registry import register_optimiser as register_optimiser
     from parcae.registry import register_sampler as register_sampler
+    from parcae.report.comparison import compare as compare
     from parcae.report.loop_trace import trace_loops as trace_loops
     from parcae.report.page import write_report as write_report
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.sweeps.run import sweep as sweep
+    from parcae.tables import format_table as format_table
     from parcae.training.cost import plan as plan
     from parcae.training.run import TrainResult as TrainResult
     from parcae.training.run import train as train

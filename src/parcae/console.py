@@ -164,9 +164,9 @@ def format_count(value: float) -> str:
     return _with_prefix(value, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")))
 
 
-def format_items(count: int, noun: str) -> str:
-    """1 run, 2 runs, 1,000 runs."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+def format_items(count: int, noun: str, plural: str | None = None) -> str:
+    """1 run, 2 runs, 1,000 runs; `plural` where it is not the noun with an s."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_si(value: float, unit: str) -> str:

@@ -16,7 +16,15 @@ from evaluation_fixtures import SENTENCE, write_lines
 from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.compare import choose_loops, compare_at, only_in_one, ratio, sign_test
+from parcae.evaluation.compare import (
+    choose_loops,
+    compare_at,
+    compare_evaluations,
+    only_in_one,
+    ratio,
+    scores_at,
+    sign_test,
+)
 from parcae.evaluation.item_scores import Evaluation, Key, read_evaluation
 from parcae.evaluation.jobs import standard_error
 from parcae.files import FileError, write_json, write_sealed
@@ -214,7 +222,7 @@ def test_the_command_agrees_with_the_results(
     capsys.readouterr()
     arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b/evaluation")]
     assert cli.main([*arguments, "--loops", "2,1", "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    (printed,) = json.loads(capsys.readouterr().out)["pairs"]
     assert printed["only_in_one"] == {}
     (found,) = printed["comparisons"]
     assert found["loops"] == {"a": 2, "b": 1}
@@ -242,6 +250,33 @@ def test_the_command_agrees_with_the_results(
     assert "nats per byte" in shown
 
 
+def test_scores_have_the_error_of_their_items(tmp_path):
+    """CORE by hand; perplexity against many evaluations of other texts."""
+    tasks = {"copa": {"baseline": 50.0}, "piqa": {"baseline": 0.0}, "missing": None}
+    core = {"tasks": tasks, "by_loops": {"1": {"score": 0.4}, "4": None}}
+    records = [question(i, i % 2, 1, task=t) for t in ("copa", "piqa") for i in range(8)]
+    one = read_evaluation(evaluation(tmp_path / "a", records, suites={"core": core}))
+    error = stats.sem([i % 2 for i in range(8)])
+    assert scores_at(one, 1) == {"core": (0.4, pytest.approx((4 * error**2 + error**2) ** 0.5 / 2))}
+    assert scores_at(one, 4) == {}
+
+    def score(seed: int) -> tuple[float, float]:
+        chance = random.Random(seed)
+        sizes = [chance.randint(20, 400) for _ in range(80)]
+        nats = [size * chance.gauss(2.0, 0.3) for size in sizes]
+        perplexity = math.exp(sum(nats) / sum(sizes))
+        suites = {
+            "val": {"scored": 80, "sha256": "d0", "by_loops": {"1": {"perplexity": perplexity}}}
+        }
+        texts = [window(i, i, n, s) for i, (n, s) in enumerate(zip(nats, sizes, strict=True))]
+        read = read_evaluation(evaluation(tmp_path / "v", texts, (1,), suites))
+        return scores_at(read, 1)["val"]
+
+    drawn = [score(seed) for seed in range(200)]
+    spread = torch.tensor([value for value, _ in drawn]).std().item()
+    assert stats.trim_mean([error for _, error in drawn], 0.1) == pytest.approx(spread, rel=0.15)
+
+
 def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys):
     for name, arguments in (("a", ["lambada,wikitext"]), ("b", ["lambada", "--limit", "4"])):
         out = ["--out", str(tmp_path / name), "--eval-data", str(task_folder), "--loops", "1"]
@@ -253,7 +288,7 @@ def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys
     assert "only B has" not in shown
     assert "+0.0 ± 0.0" in shown
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--loops", "2"]) == 2
-    assert "A was not scored at 2, but at 1" in capsys.readouterr().err
+    assert "loops: a was not scored at 2, but at 1" in capsys.readouterr().err
 
 
 def test_tasks_that_were_not_scored_at_a_depth_are_named(tmp_path, capsys):
@@ -262,14 +297,12 @@ def test_tasks_that_were_not_scored_at_a_depth_are_named(tmp_path, capsys):
     partial = {**question(0, 1, task="piqa"), "loops": [1]}
     for name in "ab":
         evaluation(tmp_path / name, [*of_a, partial])
-    comparison = parcae.compare(tmp_path / "a", tmp_path / "b")
+    comparison = compare_evaluations(tmp_path / "a", tmp_path / "b")
     (entry,) = comparison.comparisons
     assert list(entry["tasks"]) == ["copa"]
     assert "scored at 4 loops" in entry["left_out"]["piqa"]
-    assert list(parcae.compare(tmp_path / "a", tmp_path / "b", 1).comparisons[0]["tasks"]) == [
-        "copa",
-        "piqa",
-    ]
+    (entry,) = compare_evaluations(tmp_path / "a", tmp_path / "b", 1).comparisons
+    assert list(entry["tasks"]) == ["copa", "piqa"]
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "Not compared: piqa" in capsys.readouterr().out
 
@@ -290,7 +323,8 @@ def test_the_means_of_suites_are_compared(tmp_path, capsys):
     error = standard_error(differences)
     assert core["standard_error"] == pytest.approx((4 * error**2 + error**2) ** 0.5 / 2)
     assert (core["tasks"], core["tasks_wanted"]) == (2, 3)
-    rows = parcae.compare(tmp_path / "a", tmp_path / "b").table()
+    rows = parcae.compare(tmp_path / "a", tmp_path / "b").differences()
     assert [row["task"] for row in rows] == ["copa", "piqa", "core"]
+    assert {row["run"] for row in rows} == {"b"}
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "2 of 3" in capsys.readouterr().out

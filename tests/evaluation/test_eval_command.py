@@ -15,7 +15,7 @@ import pytest
 
 from evaluation_fixtures import write_lines
 from parcae import cli
-from parcae.evaluation.compare import compare
+from parcae.evaluation.compare import compare_evaluations
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import Passages
 from parcae.evaluation.results import Samples
@@ -175,7 +175,7 @@ def test_further_depths_are_added(suite, checkpoint, task_folder, tmp_path, monk
     )
     assert added["loops"] == [1, 2, 4]
     assert _rounded(added["suites"]) == _rounded(whole["suites"])
-    comparison = compare(tmp_path / "whole", tmp_path / "parts", "each")
+    comparison = compare_evaluations(tmp_path / "whole", tmp_path / "parts", "each")
     for row in comparison.table():
         assert row["difference"] == pytest.approx(0, abs=1e-4)
     assert not comparison.only_in_one
@@ -192,7 +192,7 @@ def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp
     assert cli.main([*arguments, "--suite", "lambada", "--limit", "4", "--loops", "1,2"]) == 0
     assert cli.main([*arguments, "--suite", "core", "--limit", "4", "--loops", "3"]) == 0
     assert json.loads((tmp_path / "result.json").read_text())["loops"] == [3]
-    (at_two,) = compare(tmp_path, tmp_path, 2).comparisons
+    (at_two,) = compare_evaluations(tmp_path, tmp_path, 2).comparisons
     assert "lambada" in at_two["texts"]
     # a killed evaluation of more items and more depths is completed where something is missing
     assert cli.main([*arguments, "--suite", "lambada", "--limit", "6", "--loops", "2,3"]) == 0

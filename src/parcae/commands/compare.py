@@ -1,4 +1,4 @@
-"""`parcae compare`: two evaluations item by item."""
+"""`parcae compare`: any number of runs in one table, and item by item with the first."""
 
 from __future__ import annotations
 
@@ -9,26 +9,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from parcae.evaluation.compare import Comparison
+    from parcae.evaluation.compare import PairedComparison
+    from parcae.report.comparison import Comparison
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="compare two evaluations item by item",
-        epilog="Compares the items that both evaluations have: same task, seed, index and data. "
-        "Differences are B - A.",
+        help="compare runs and their evaluations in one table",
+        epilog="Evaluated runs are also compared item by item with the first one, on the items "
+        "that both have: same task, seed, index and data.",
     )
-    help = "folder that `parcae eval` has written, or the run it belongs to"
-    parser.add_argument("a", metavar="A", help=help)
-    parser.add_argument("b", metavar="B", help=help)
+    parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="folder of a run, or folder that `parcae eval` has written",
+    )
     parser.add_argument(
         "--loops",
-        metavar="A,B",
-        help="number of loops of A and of B, or one number for both, or `each` for every number "
-        "that both have (default: the largest of each)",
+        metavar="T",
+        help="number of loops, or one for each run, as in 4,8, or `each` for every number measured "
+        "(default: the mean in training where it was scored, else the largest)",
     )
-    parser.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--format",
+        choices=("markdown", "csv", "latex"),
+        help="print the table of runs alone, in this format (default: tables for the terminal)",
+    )
+    output.add_argument(
         "--json", action="store_true", help="print the comparison as JSON (default: as tables)"
     )
     parser.set_defaults(run=run)
@@ -37,36 +47,67 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     loops = _loops(arguments.loops)
 
+    import parcae
     from parcae import console
-    from parcae.evaluation.compare import compare
     from parcae.files import to_json
 
-    comparison = compare(arguments.a, arguments.b, loops)
+    comparison = parcae.compare(*arguments.runs, loops=loops)
     if arguments.json:
         print(to_json(comparison.to_json()), end="")
-        return 0
-    for entry in comparison.comparisons:
-        for table in _tables(entry, comparison):
+    elif arguments.format:
+        print(comparison.format(arguments.format), end="")
+    else:
+        for table in _all_tables(comparison):
             console.out.print(table)
-    for line in _notes(comparison):
-        console.out.print(line, markup=False, highlight=False, soft_wrap=True)
+        notes = [line for _, pair in comparison.pairs for line in _notes(pair)]
+        for line in dict.fromkeys((*notes, *comparison.notes)):
+            console.print_text(line)
     return 0
 
 
-def _loops(text: str | None) -> int | tuple[int, int] | str | None:
+def _loops(text: str | None) -> Any:
     from parcae.config import ConfigError
 
     if text is None or text == "each":
         return text
     try:
         numbers = [int(number) for number in text.split(",")]
-        first, second = numbers * 2 if len(numbers) == 1 else numbers
     except ValueError:
-        raise ConfigError(f"loops: {text!r} is not `8`, `4,8` (of A, of B) or `each`.") from None
-    return first, second
+        raise ConfigError(
+            f"loops: {text!r} is not `8`, `4,8` (one for each run) or `each`."
+        ) from None
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
-def _tables(entry: dict[str, Any], comparison: Comparison) -> Iterator[Table]:
+def _all_tables(comparison: Comparison) -> Iterator[Table]:
+    """The table of runs; of two evaluations every count, of more the differences alone."""
+    from parcae import console
+    from parcae.report.comparison import DIGITS, TITLES
+    from parcae.tables import text_cells
+
+    columns, rows = text_cells(comparison.table(), titles=TITLES, digits=DIGITS)
+    yield console.table("Runs", columns, rows)
+    if len(comparison.pairs) == 1:
+        (_, pair) = comparison.pairs[0]
+        for entry in pair.comparisons:
+            yield from _tables(entry, pair)
+    elif comparison.pairs:
+        columns = ("run", "task", "loops", "items", "metric", "first", "run", "difference", "p")
+        rows = [_difference_row(row) for row in comparison.differences()]
+        yield console.table("Difference from the first evaluated run", columns, rows)
+
+
+def _difference_row(row: dict[str, Any]) -> tuple[object, ...]:
+    scale, digits, unit = (100, 1, " in %") if "accuracy" in row["metric"] else (1, 4, "")
+    loops = f"{row['loops_a']}, {row['loops_b']}"
+    values = (f"{scale * row[side]:.{digits}f}" for side in ("a", "b"))
+    difference = _difference({**row, "standard_error": row["difference_error"]}, scale, digits)
+    p = "" if row["p"] is None else _p(row["p"])
+    metric = row["metric"] + unit
+    return (row["run"], row["task"], loops, row["items"], metric, *values, difference, p)
+
+
+def _tables(entry: dict[str, Any], comparison: PairedComparison) -> Iterator[Table]:
     from parcae import console
 
     names = [
@@ -118,7 +159,7 @@ def _p(p: float) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _notes(comparison: Comparison) -> Iterator[str]:
+def _notes(comparison: PairedComparison) -> Iterator[str]:
     a, b = comparison.a, comparison.b
     yield f"A: {a.checkpoint} ({a.folder})"
     yield f"B: {b.checkpoint} ({b.folder})"

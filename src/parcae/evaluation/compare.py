@@ -1,11 +1,9 @@
-"""`parcae.compare`: two evaluations item by item, with the uncertainty of their difference.
-
-    comparison = parcae.compare("runs/a", "runs/b")        differences are B - A
-    pandas.DataFrame(comparison.table())
+"""Two evaluations item by item, with the uncertainty of their difference.
 
 Both evaluations answered the same questions, so the standard error of the difference is that of
 the paired differences, which is smaller than the errors of the two scores suggest. A question asked
 with several draws of few-shot examples is one question: its answers are averaged first.
+`parcae.compare` takes any number of runs and compares the first one with each other in this way.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from parcae.config import ConfigError
 from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
 from parcae.evaluation.jobs import mean, standard_error
 from parcae.evaluation.results import EvaluationResult
+from parcae.evaluation.suites import SUITES
 from parcae.evaluation.tasks import centre
 from parcae.files import FileError
 
@@ -40,7 +40,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     a: Side
     b: Side
     comparisons: list[dict[str, Any]]
@@ -63,7 +63,7 @@ class Comparison:
                 "a": values["a"],
                 "b": values["b"],
                 "difference": entry["difference"],
-                "standard_error": entry["standard_error"],
+                "difference_error": entry["standard_error"],
                 "p": entry.get("p"),
             }
             for comparison in self.comparisons
@@ -73,7 +73,7 @@ class Comparison:
         ]
 
     def to_json(self) -> dict[str, Any]:
-        """What `parcae compare --json` prints."""
+        """As plain values."""
         sides = {
             name: {**asdict(side), "loops": list(side.loops)}
             for name, side in (("a", self.a), ("b", self.b))
@@ -81,11 +81,11 @@ class Comparison:
         return {**sides, "comparisons": self.comparisons, "only_in_one": self.only_in_one}
 
 
-def compare(
-    a: str | Path | EvaluationResult,
-    b: str | Path | EvaluationResult,
+def compare_evaluations(
+    a: str | Path | EvaluationResult | Evaluation,
+    b: str | Path | EvaluationResult | Evaluation,
     loops: int | Loops | str | None = None,
-) -> Comparison:
+) -> PairedComparison:
     """Compare two evaluations on the items both have: same task, seed, index and data.
 
     Args:
@@ -94,9 +94,11 @@ def compare(
         loops: Numbers of loops of A and of B, one number for both, or "each" for every number both
             have. Default: the largest of each.
     """
-    first, second = evaluation_of(a), evaluation_of(b)
+    first, second = (
+        side if isinstance(side, Evaluation) else evaluation_of(side) for side in (a, b)
+    )
     pairs = choose_loops(first, second, loops)
-    return Comparison(
+    return PairedComparison(
         _side(first),
         _side(second),
         [compare_at(first, second, pair) for pair in pairs],
@@ -117,7 +119,7 @@ def _side(evaluation: Evaluation) -> Side:
 def choose_loops(
     a: Evaluation, b: Evaluation, loops: int | Loops | str | None = None
 ) -> list[Loops]:
-    """The pairs of numbers of loops to compare; see `compare`."""
+    """The pairs of numbers of loops to compare; see `compare_evaluations`."""
     if loops is None:
         return [(max(a.loops), max(b.loops))]
     if loops == "each":
@@ -216,6 +218,49 @@ def _suite_mean(tasks: Mapping[str, Any], compared: Mapping[str, Any]) -> dict[s
         "difference": scores["b"] - scores["a"],
         "standard_error": error,
     }
+
+
+def scores_at(evaluation: Evaluation, loops: int) -> dict[str, tuple[float, float | None]]:
+    """By suite the score at a number of loops, as in `SUITES`, and its standard error.
+
+    The error is that of drawing other items (not other tasks); that of a perplexity follows from
+    the error of the loss to first order. Suites that diverged or were not scored are left out.
+    """
+    scores: dict[str, tuple[float, float | None]] = {}
+    for name, suite in evaluation.suites.items():
+        metrics = suite["by_loops"].get(str(loops))
+        value = metrics and metrics.get(SUITES[name].metric)
+        if value is not None:
+            scores[name] = float(value), _score_error(evaluation, name, loops, float(value))
+    return scores
+
+
+def _score_error(evaluation: Evaluation, name: str, loops: int, score: float) -> float | None:
+    depth, suite = evaluation.loops.index(loops), evaluation.suites[name]
+    if "tasks" not in suite:
+        items = list(evaluation.items.get(name, {}).values())
+        nats = [item.nats[depth] if item.nats else None for item in items]
+        if not items or None in nats or score <= 0:
+            return None
+        loss, error = ratio([float(n) for n in nats if n is not None], [i.size for i in items])
+        return None if error is None or not loss else abs(score * log(score) * error / loss)
+    errors = []
+    for task, of_task in suite["tasks"].items():
+        if of_task is None:
+            continue
+        questions: dict[tuple[str, int], list[float]] = defaultdict(list)
+        job = f"zero-shot/{task}" if name == "zero-shot" else task
+        for key, item in evaluation.items.get(job, {}).items():
+            credit = item.credit[depth] if item.credit else None
+            if credit is None:
+                return None
+            questions[key.data, key.number].append(credit)
+        error = standard_error([mean(seeds) for seeds in questions.values()])
+        if error is None:
+            return None
+        guess = of_task.get("baseline") or 0.0
+        errors.append((centre(1.0, guess) - centre(0.0, guess)) * error)
+    return sum(error**2 for error in errors) ** 0.5 / len(errors) if errors else None
 
 
 def in_common(a: Evaluation, b: Evaluation) -> dict[str, list[Key]]:

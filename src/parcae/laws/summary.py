@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from parcae.console import format_count, format_flops
+from parcae.console import format_count, format_flops, format_items
 from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LEVEL, Estimate, LawResult
-
-MISSING = "–"
+from parcae.tables import MISSING, escape_markdown, markdown_table
 
 
 @dataclass(frozen=True)
@@ -58,22 +57,17 @@ def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
     intervals = f" Intervals are {100 * LEVEL:.0f} % intervals of {samples} bootstrap samples."
     parts = [
         "# Scaling laws\n",
-        f"{len(data)} losses from `{data.source}`{checksum}.{intervals if samples else ''}\n",
+        f"{format_items(len(data), 'loss', 'losses')} from "
+        f"{escape_markdown(str(data.source))}{checksum}.{intervals if samples else ''}\n",
     ]
     for model, lines in notes(result).items():
-        parts.append(f"**{_escape(model)}**\n\n" + "\n".join(f"- {line}" for line in lines) + "\n")
+        listed = "\n".join(f"- {escape_markdown(line)}" for line in lines)
+        parts.append(f"**{escape_markdown(model)}**\n\n{listed}\n")
     for table in summary_tables(result):
-        head = f"| {' | '.join(table.columns)} |"
-        rule = "|---" + "|---:" * (len(table.columns) - 1) + "|"
-        body = "\n".join(f"| {' | '.join(map(_escape, row))} |" for row in table.rows)
-        parts.append(f"## {_escape(table.title)}\n\n{head}\n{rule}\n{body}\n")
+        title = escape_markdown(table.title)
+        parts.append(f"## {title}\n\n{markdown_table(table.columns, table.rows)}")
     parts += [f"![{name.partition('.')[0]}]({name})\n" for name in figures]
     return "\n".join(parts)
-
-
-def _escape(text: str) -> str:
-    """Text (such as a user's model name) that cannot end a table cell or start an HTML tag."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _laws(model: ModelFit) -> Iterator[SummaryTable]:

@@ -1,0 +1,126 @@
+"""`parcae.compare`: any number of runs and evaluations in one table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import fake_runs as fakes
+import parcae
+from parcae.cli import main
+from parcae.config import ConfigError
+from parcae.files import FileError, write_json, write_sealed
+
+
+def evaluate(folder: Path, right: list[int], checkpoint: str = "step-00000060") -> Path:
+    """An evaluation at T = 1 and T = 8 with as many questions as `right` has entries."""
+    tasks = {"copa": {"baseline": 50.0}}
+    accuracy = 100 * sum(right) / len(right)
+    score = {"score": (accuracy - 50) / 50}
+    suites = {"core": {"tasks": tasks, "by_loops": {"1": score, "8": score}}}
+    result = {"checkpoint": checkpoint, "looped": True, "loops": [1, 8], "context_length": 64}
+    write_json(folder / "result.json", {**result, "suites": suites})
+    write_sealed(folder / "settings.json", {"loops": [1, 8]})
+    records = [
+        {"task": "copa", "seed": 1, "index": i, "data": "d", "loops": [1, 8], "credit": [x, x]}
+        for i, x in enumerate(right)
+    ]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "samples.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Two evaluated runs, one that was not evaluated, and an evaluation of a model elsewhere."""
+    root = tmp_path_factory.mktemp("runs")
+    runs = [fakes.looped_run(root / name) for name in ("a", "b")]
+    evaluate(runs[0] / "evaluation", [1, 1, 0, 1, 0, 1])
+    evaluate(runs[1] / "evaluation", [1, 0, 0, 1, 0, 0])
+    runs.append(fakes.transformer_run(root / "baseline <b>"))
+    return [*runs, evaluate(root / "elsewhere", [1, 1, 1, 1, 0, 1])]
+
+
+def test_one_row_per_run_with_what_is_known(folders):
+    comparison = parcae.compare(*folders)
+    rows = comparison.table()
+    assert [row["run"] for row in rows] == ["a", "b", "baseline <b>", "elsewhere"]
+    assert [row["loops"] for row in rows] == [8, 8, 1, 8]
+    result = json.loads((folders[0] / "result.json").read_text())
+    assert rows[0]["loss"] == result["validation"]["8"]["loss"]
+    assert rows[0]["tokens"] == result["tokens"]
+    assert rows[3]["loss"] is rows[3]["tokens"] is rows[2]["core"] is None
+    assert [row["core"] for row in rows] == pytest.approx([1 / 3, -1 / 3, None, 2 / 3])
+    assert all(row.keys() == rows[0].keys() for row in rows)
+    assert rows[0]["core_error"] == pytest.approx(2 * (4 / 6 * 2 / 6 / 5) ** 0.5)
+
+
+def test_evaluated_runs_are_compared_with_the_first(folders):
+    comparison = parcae.compare(*folders)
+    found = {(row["run"], row["task"]): row["difference"] for row in comparison.differences()}
+    assert found["b", "copa"] == pytest.approx(-2 / 6)
+    assert found["elsewhere", "copa"] == pytest.approx(1 / 6)
+    assert comparison.notes == []
+
+
+def test_text_formats_have_the_same_values(folders):
+    comparison = parcae.compare(*folders)
+    rows = list(csv.DictReader(io.StringIO(comparison.format("csv"))))
+    assert [float(row["loss"] or "nan") for row in rows][:3] == [
+        row["loss"] for row in comparison.table()[:3]
+    ]
+    markdown, latex = comparison.format("markdown"), comparison.format("latex")
+    assert "baseline &lt;b>" in markdown
+    assert r"baseline \textless{}b\textgreater{}" in latex
+    assert "**0.7** ± 0.3" in markdown
+    assert r"\textbf{0.7} $\pm$ 0.3" in latex
+    assert markdown.count("\n") == 2 + 4
+
+
+def test_loops_can_be_chosen(folders):
+    assert [row["loops"] for row in parcae.compare(*folders[:2], loops=(1, 8)).table()] == [1, 8]
+    each = parcae.compare(*folders[:2], loops="each")
+    assert [row["loops"] for row in each.table()] == [1, 2, 4, 8, 16] * 2
+    assert {(row["loops_a"], row["loops_b"]) for row in each.differences()} == {(1, 1), (8, 8)}
+    at_four = parcae.compare(*folders[:2], loops=4)
+    assert at_four.pairs == []
+    assert "not compared item by item with a" in at_four.notes[0]
+    with pytest.raises(ConfigError, match="baseline <b> was not scored at 8, but at 1"):
+        parcae.compare(*folders[:3], loops=8)
+    with pytest.raises(ConfigError, match="a number for each of the 2 runs"):
+        parcae.compare(*folders[:2], loops=(1, 2, 3))
+
+
+def test_scores_of_an_older_checkpoint_are_named(tmp_path):
+    run = fakes.looped_run(tmp_path / "run")
+    evaluate(run / "evaluation", [1, 0], "run/checkpoints/step-00000030")
+    (run / "checkpoints/step-00000060").mkdir(parents=True)
+    (note,) = parcae.compare(run).notes
+    assert "run was evaluated at step 30; its newest checkpoint is of step 60" in note
+
+
+def test_folders_that_cannot_be_compared(tmp_path):
+    with pytest.raises(FileError, match="no such folder"):
+        parcae.compare(tmp_path / "nowhere")
+    with pytest.raises(FileError, match=r"result\.json: no such file"):
+        parcae.compare(tmp_path)
+    with pytest.raises(ConfigError, match="none is given"):
+        parcae.compare()
+
+
+def test_the_command(folders, capsys):
+    arguments = ["compare", *map(str, folders)]
+    assert main([*arguments, "--format", "latex"]) == 0
+    assert capsys.readouterr().out == parcae.compare(*folders).format("latex")
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "Difference from the first evaluated run" in shown
+    assert "-33.3 ± 21.1" in shown
+    assert main([*arguments, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["pairs"]) == 2
+    assert main([*arguments, "--loops", "many"]) == 2
+    assert "loops: 'many' is not" in capsys.readouterr().err
