@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,47 @@ def save(canvas: Any, path: str | Path) -> Path:
     with atomic_path(path) as temporary:
         canvas.savefig(temporary, format=path.suffix.lstrip(".") or "png")
     return path
+
+
+def inline_svg(canvas: Any, name: str) -> str:
+    """The figure as an `<svg>` element for a page with `page_style()`, in its colours and font.
+
+    `name` makes the ids in it differ from those of other figures on the page.
+    """
+    import io
+
+    import matplotlib
+
+    stream = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        canvas.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+    return recolour(stream.getvalue())
+
+
+def recolour(svg: str) -> str:
+    """An SVG file as an element whose colours and font are those of a page with `page_style()`."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', svg, count=1)
+    svg = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, 'DejaVu Sans', sans-serif", svg)
+    svg = re.sub(r"#[0-9a-f]{6}", lambda match: PAGE_COLOURS.get(match[0], match[0]), svg)
+    return svg.replace('<g id="figure_1">', "<g>")
+
+
+PAGE_COLOURS = {
+    **{color: f"var(--c{index})" for index, color in enumerate(PALETTE)},
+    "#000000": "var(--ink)",
+    DARK_GREY: "var(--ink)",
+    "#ffffff": "var(--paper)",
+    "#e6e6e6": "var(--line)",
+    RED: "var(--red)",
+}
+"""The colours of figures by the variables of page.css, which are others in the dark."""
+
+
+def page_style() -> str:
+    """The CSS that all pages share: their colours, light and dark, and their font."""
+    return resources.files("parcae").joinpath("page.css").read_text(encoding="utf-8")
 
 
 def colour(index: int) -> str:

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from test_report_in_browser import BROWSER, title_in_browser
+from test_report_in_browser import BROWSER, lightness, title_in_browser
 
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.analysis import fit
@@ -30,7 +30,10 @@ PROBE = """
     shown.push({answer: $("answer").textContent, loops: [at("by-loops", 5), at("by-loops", 20)],
       test: [at("by-test", 0), at("by-test", 6)], mu: +$("loops-text").value});
   }
-  document.title = JSON.stringify({wide, dots, shown});
+  const label = document.querySelector("svg text");
+  const text = parseFloat(getComputedStyle(label).fontSize) * label.getScreenCTM().a;
+  const paper = getComputedStyle(document.body).backgroundColor;
+  document.title = JSON.stringify({wide, dots, shown, text, paper});
 })</script>
 """
 
@@ -40,12 +43,14 @@ def result():
     return fit(paper_table(("370m",)), starts=60, unified_starts=60, bootstrap_samples=40)
 
 
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, result):
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, dark, result):
     page = write_page(result, tmp_path / "laws.html")
     page.write_text(page.read_text().replace("</main>", f"</main>{PROBE}"))
-    probed = json.loads(title_in_browser(page, width, tmp_path))
+    probed = json.loads(title_in_browser(page, width, tmp_path, dark))
     assert probed["wide"] <= 0
+    assert probed["text"] == pytest.approx(12, abs=0.1), "text keeps its size at every width"
+    assert (lightness(probed["paper"]) < 0.2) == dark
     assert probed["dots"] >= 7 + 10
     model = result.models["parcae-370m"]
     positions = page_data(model)["flops"]

@@ -14,12 +14,13 @@ import pytest
 import fake_runs as fakes
 import parcae
 from parcae.cli import main
+from parcae.experiments.paper_runs import paper_table
 from parcae.presets import PRESETS
 from parcae.report.figures import block_names
-from parcae.report.html import flatten
 from parcae.report.panel import panel
+from parcae.report.tables import flatten
 
-VOID = {"meta", "link", "img", "br"}
+VOID = {"meta", "link", "img", "br", "input"}
 
 
 class Reader(HTMLParser):
@@ -37,13 +38,18 @@ class Reader(HTMLParser):
         self.tags.add(tag)
         attributes = dict(attrs)
         self.references += [attributes[k] for k in ("src", "href", "srcset") if k in attributes]
-        if tag == "img":
+        if attributes.get("role") == "img":
             self.images.append(attributes)
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attrs):  # of SVG
+        self.tags.add(tag)
+        attributes = dict(attrs)
+        self.references += [attributes[k] for k in ("src", "href") if k in attributes]
 
     def handle_data(self, data):
         self.seen.append(data)
@@ -99,20 +105,71 @@ def test_nothing_of_a_run_becomes_markup(one):
 
 def test_needs_no_other_file(one):
     _, content, reader = one
-    assert all(reference.startswith("data:") for reference in reader.references)
-    assert not re.search(r"https?://|url\(|@import", content)
+    allowed = re.compile(r"data:|#")  # symbols of a figure are defined within it
+    assert all(allowed.match(reference) for reference in reader.references)
+    assert not re.search(r"https?://|url\([^#]|@import", content)
     assert "default-src 'none'" in content
     assert len(content) < 3_000_000
 
 
 def test_figures_have_words_and_files(one):
-    folder, _, reader = one
-    assert len(reader.images) == 13
-    assert all(len(image["alt"]) > 20 for image in reader.images)
+    folder, content, reader = one
     assert len(list((folder / "report").glob("*.png"))) == 13
-    assert any("from" in i["alt"] and "Loss over training" in i["alt"] for i in reader.images)
+    over_training = content.count('<div class="x-step">')
+    assert over_training == content.count('<div class="x-flops">') == 9
+    assert len(reader.images) == 13 + 2 * over_training
+    labels = [image["aria-label"] for image in reader.images]
+    assert all(len(label) > 20 for label in labels)
+    assert any("from" in label and "Loss over training" in label for label in labels)
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in (folder / "report").glob("*.png"))
     assert "[model.loop]\nmean_loops = 8" in reader.text
+
+
+def test_figures_are_over_steps_tokens_or_flops(one):
+    """By radio buttons in the page; 60 steps are 492k tokens and 7.2e11 FLOPs."""
+    _, content, _ = one
+    buttons = re.findall(r"<input[^>]*>", content)
+    assert [re.search(r'id="x-(\w+)"', button)[1] for button in buttons] == [
+        "step",
+        "tokens",
+        "flops",
+    ]
+    assert [" checked>" in button for button in buttons] == [True, False, False]
+    loss = content.split("<figure>")[1]
+    ticks = {
+        axis: re.findall(r"<text[^>]*>([^<]+)</text>", part.split("matplotlib.axis_2")[0])
+        for axis, part in re.findall(r'<div class="x-(\w+)">(.*?)</div>', loss, re.DOTALL)
+    }
+    assert {"0", "20", "40", "60"} <= set(ticks["step"])
+    assert {"150k", "300k", "training tokens"} <= set(ticks["tokens"])
+    assert {"2e11", "4e11", "training FLOPs"} <= set(ticks["flops"])
+
+
+def test_figures_have_the_colours_of_the_page(one):
+    """Every colour is a variable of the style sheet, which is another one in the dark."""
+    _, content, _ = one
+    figures = "".join(re.findall(r"<figure>.*?</figure>", content, re.DOTALL))
+    assert not re.search(r"#[0-9a-f]{6}\b(?!\))", re.sub(r'"#[^"]*"|url\(#[^)]*\)', "", figures))
+    used = set(re.findall(r"var\((--\w+)\)", figures))
+    assert {"--c0", "--line"} <= used
+    light, dark = content.split("@media (prefers-color-scheme: dark)")[:2]
+    for name in used:
+        assert f"{name}: #" in light
+        assert f"{name}: #" in dark
+
+
+def test_the_table_is_written_as_markdown_csv_and_latex(one):
+    folder, _, _ = one
+    comparison = parcae.compare(folder)
+    for name, format in {"md": "markdown", "csv": "csv", "tex": "latex"}.items():
+        assert (folder / f"report/runs.{name}").read_text() == comparison.format(format)
+
+
+def test_captions_hold_at_any_width(one):
+    _, content, _ = one
+    captions = re.findall(r"<figcaption>(.*?)</figcaption>", content)
+    assert len(captions) == 13
+    assert not any(re.search(r"\b(left|right)\b", caption) for caption in captions)
 
 
 @pytest.mark.slow
@@ -130,8 +187,13 @@ def test_several_runs_are_compared(tmp_path):
     third = fakes.transformer_run(tmp_path / "baseline")
     content, reader = report(first, second, out=tmp_path / "two")
     section = content.split("Differences between the recipes")[1].split("</section>")[0]
-    assert re.findall(r'scope="row">([^<]*)<', section) == ["optimiser.lr"]
-    assert re.findall(r"<td>([^<]*)<", section) == ["0.008", "0.004"]
+    assert re.findall(r'scope="col">([^<]*)<', section) == ["Run", "optimiser.lr"]
+    assert re.findall(r"</svg>([^<]*)</th><td>([^<]*)<", section) == [
+        ("a/demo", "0.008"),
+        ("b/demo", "0.004"),
+    ]
+    summary = content.split("<h2>Summary</h2>")[1].split("</table>")[0]
+    assert summary.count('scope="row"') == 2, "runs are rows"
     assert "a/demo" in reader.text
     assert "b/demo" in reader.text
 
@@ -139,7 +201,7 @@ def test_several_runs_are_compared(tmp_path):
     assert "3 runs compared" in reader.text
     assert "Transformer, 3 layers" in reader.text
     assert "model.architecture" in content.split("Differences between")[1]
-    assert any("baseline" in image["alt"] for image in reader.images)
+    assert any("baseline" in image["aria-label"] for image in reader.images)
 
 
 @pytest.mark.slow
@@ -218,14 +280,40 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "nowhere: no such folder" in message
 
 
-def test_losses_before_a_divergence_stay_visible():
+def limits(y, *, faint=None, **options) -> tuple[float, float]:
     with panel("title", "y") as (_, drawn):
-        y = np.array([8.0, 5, 3, 1e5, 1e6])
-        drawn.line(np.arange(5.0), y)
-        drawn.cut_above(12)
-        low, high = drawn.axes.get_ylim()
-    assert high == 12
+        x = np.arange(len(y), dtype=float)
+        drawn.line(x, np.array(y, dtype=float))
+        if faint is not None:
+            drawn.line(x, np.array(faint, dtype=float), faint=True)
+        drawn.limit(**options)
+        return drawn.axes.get_ylim()
+
+
+def test_losses_before_a_divergence_stay_visible():
+    low, high = limits([8.0, *[5, 3, 3, 3] * 20, 1e5, 1e6], cut_start=True)
     assert 2 < low < 3
+    assert 5 < high < 12
+
+
+def test_the_start_of_training_does_not_flatten_the_rest():
+    fall = 3 + 5 * np.exp(-np.arange(400) / 4)
+    low, high = limits(fall, smallest_range=0.03, cut_start=True)
+    assert 2.9 < low < 3
+    assert high < 3.2
+    assert limits(fall)[1] > 8
+
+
+def test_noise_does_not_fill_a_panel():
+    noise = np.random.default_rng(0).normal(size=300)
+    low, high = limits(3.3 + 1e-4 * noise, smallest_range=0.03)
+    assert high - low == pytest.approx(0.1, rel=0.1)
+    low, high = limits(np.full(5, 0.0))
+    assert low <= 0 < high
+    low, high = limits(np.full(5, 1e-9))
+    assert low >= 0
+    low, high = limits(5000 + noise, faint=5000 + 50 * noise + 1e6 * (noise > 2.9))
+    assert high < 6000, "a single spike of a noisy curve"
 
 
 def test_blocks_are_named_after_the_model():
@@ -237,3 +325,53 @@ def test_blocks_are_named_after_the_model():
     assert block_names(plain, 3, 0) == ["embedding", "prelude 1", "prelude 2"]
     assert block_names(None, 2, 2) == ["prelude 1", "prelude 2", *inside]
     assert block_names(config, 0, 0) == []
+
+
+SCRIPT = "<script>alert(1)</script>|$x_1$&"
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_settings_and_events_are_escaped(tmp_path):
+    """In the page, in its figures and in the tables beside it."""
+    runs = []
+    for name in (SCRIPT.replace("/", ""), "other"):
+        lines = [fakes.train_line(s, 9, random.Random(0)) for s in range(1, 10)]
+        lines.append({"kind": "event", "step": 2, "what": SCRIPT, "message": SCRIPT})
+        tree = fakes.recipe(run={"seed": 0, "note": f"{SCRIPT} {name}"})
+        outcome = fakes.result(9, status=SCRIPT, device=SCRIPT)
+        outcome["samples"] = [{"depth": SCRIPT, "prompt": SCRIPT, "text": SCRIPT}]
+        runs.append(fakes.write_run(tmp_path / name, lines, tree, outcome))
+    content, reader = report(*runs, out=tmp_path / "out")
+    assert "script" not in reader.tags
+    assert reader.text.count(SCRIPT) >= 8
+    assert "<script" not in content
+    markdown = (tmp_path / "out/runs.md").read_text()
+    assert "&lt;script>alert(1)&lt;script>\\|\\$x_1\\$&amp;" in markdown
+    assert len({line.count(" | ") for line in markdown.splitlines() if "---" not in line}) == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_is_reported_with_its_table_and_fit(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    from parcae.sweeps.folder import SweepFolder
+
+    sweep = tmp_path / "grid"
+    names = [f"run-{index}" for index in range(10)]
+    for index, name in enumerate(names[:9]):
+        fakes.looped_run(sweep / "runs" / name, steps=12, seed=index)
+    (sweep / "sweep.json").write_text("{}")
+    (sweep / "runs.csv").write_text("model\n")
+    plan = tuple(SimpleNamespace(name=name) for name in names)
+    monkeypatch.setattr(SweepFolder, "read_plan", lambda self: plan)
+    table = paper_table(("140m",))
+    parcae.fit(table, starts=20, unified_starts=20, bootstrap_samples=0).save(sweep / "fit")
+    path = parcae.write_report(sweep)
+    assert path == sweep / "report/report.html"
+    reader = Reader()
+    reader.feed(path.read_text())
+    assert "<h1>grid: 9 runs</h1>" in path.read_text()
+    assert "1 run of 10 not started yet" in reader.text
+    assert {"../runs.csv", "../fit/laws.html"} <= set(reader.references)
+    assert "E + X N(μ)^-x + Y D^-y: X" in reader.text
+    assert {"isoflop", "isoloss"} <= {image["aria-label"] for image in reader.images}

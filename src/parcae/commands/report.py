@@ -1,4 +1,4 @@
-"""`parcae report`: one HTML page about one run, or several compared."""
+"""`parcae report`: one HTML page and one table of any number of runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from pathlib import Path
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "report", help="write a self-contained HTML page about one run, or several compared"
+        "report", help="write a self-contained HTML page about any number of runs, or a sweep"
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="folder of a run")
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="folder of a run or a sweep"
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="folder for report.html and its figures (default: RUN/report; out/report for several)",
+        help="folder for report.html, its figures as PNG and the table of runs as Markdown, CSV "
+        "and LaTeX (default: RUN/report; out/report for several)",
+    )
+    parser.add_argument(
+        "--axis",
+        choices=("step", "tokens", "flops"),
+        default="step",
+        help="what the figures over training have along x at first, and in the PNG files "
+        "(default: %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -24,5 +34,5 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console
     from parcae.report.page import write_report
 
-    console.print_text(f"wrote {write_report(arguments.runs, arguments.out)}")
+    console.print_text(f"wrote {write_report(arguments.runs, arguments.out, axis=arguments.axis)}")
     return 0

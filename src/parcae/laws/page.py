@@ -22,6 +22,7 @@ from parcae.laws.analysis import FitResult, ModelFit, to_plain
 from parcae.laws.bootstrap import Estimate, LawResult, interval
 from parcae.laws.isoflop import Optimum, optimum
 from parcae.laws.model_runs import MAX_LOOPS, Points, Shape
+from parcae.plotting import page_style
 
 POSITIONS = 97
 """Positions of the FLOPs slider, in addition to the budgets of the runs."""
@@ -31,7 +32,7 @@ LOOP_POINTS = 64
 TEST_LOOP_POINTS = 24
 LOOPS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32)
 """Positions of the slider of mean loops, in addition to those of the runs."""
-MARKER = "/*DATA*/null"
+MARKER, STYLE_MARKER = "/*DATA*/null", "/*STYLE*/\n"
 
 
 def write_page(result: FitResult, path: str | Path) -> Path | None:
@@ -43,6 +44,7 @@ def write_page(result: FitResult, path: str | Path) -> Path | None:
         return None
     text = resources.files("parcae.laws").joinpath("page.html").read_text(encoding="utf-8")
     data = json.dumps(to_plain(models), allow_nan=False, separators=(",", ":"))
+    text = text.replace(STYLE_MARKER, page_style(), 1)
     write_text(path, text.replace(MARKER, data.replace("<", "\\u003c"), 1))
     return Path(path)
 

@@ -1,5 +1,5 @@
-"""The figures of a report: TRAINING and LOOP. Each is a function of runs that returns None if they
-logged nothing for it."""
+"""The figures of a report: TRAINING and LOOP. Each is a function of runs and of what is along x in
+figures over training; it returns None if the runs logged nothing for it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 
 from parcae import plotting
 from parcae.config import ModelConfig
-from parcae.report.panel import Figure, finish, panel, smooth
-from parcae.report.runs import Run, Validation, column, number, numbers
+from parcae.report.panel import FEW_POINTS, MOST_NAMES, Figure, finish, panel, smooth
+from parcae.report.runs import Axis, Run, Validation, column, number, numbers
 from parcae.runs.records import Line
 
-Draw = Callable[[Sequence[Run]], Figure | None]
+Draw = Callable[[Sequence[Run], Axis], Figure | None]
 
 SMOOTH_FRACTION = 40
 """Curves are smoothed over this part of the run: 1/40."""
+LOSS_RANGE = 0.03
+"""The smallest range of an axis of losses: 0.1 nats at a loss of 3.3."""
 MARKED_EVENTS = ("spike", "skipped", "diverged")
 
 
@@ -26,48 +28,51 @@ def named(runs: Sequence[Run], run: Run, what: str) -> str:
     return what if len(runs) == 1 else run.name
 
 
-def loss_curves(runs: Sequence[Run]) -> Figure | None:
+def loss_curves(runs: Sequence[Run], axis: Axis) -> Figure | None:
     with panel("Loss over training", "nats per token") as (canvas, p):
-        at_start = 0.0
         for i, run in enumerate(runs):
             steps, losses = column(run.train, "loss")
             trend = smooth(losses, len(losses) // SMOOTH_FRACTION)
-            at_start = max(at_start, float(trend[0]) if len(trend) else 0.0)
-            p.line(steps, losses, color=plotting.colour(i), faint=True)
+            color, dash = plotting.colour(i), plotting.dash(i)
+            if len(runs) <= MOST_NAMES:
+                p.line(steps, losses, color=color, faint=True, run=run)
             label = named(runs, run, "training, smoothed")
-            p.line(steps, trend, label, color=plotting.colour(i), dash=plotting.dash(i))
+            p.line(steps, trend, label, color=color, dash=dash, run=run)
             measured = [(v.step, _nominal_loss(run, v)) for v in run.validations]
             points = np.array(measured, dtype=float).reshape(-1, 2)
-            if np.isfinite(points).all(axis=1).any():
-                color = plotting.colour(1) if len(runs) == 1 else plotting.colour(i)
+            points = points[np.isfinite(points).all(axis=1)]
+            if len(points):
+                shade = plotting.colour(1) if len(runs) == 1 else color
                 what = f"validation at T = {run.nominal_depth}" if len(runs) == 1 else None
-                p.axes.plot(*points.T, "D", color=color, mec="white", ms=7, label=what)
-                p.values.append(points[np.isfinite(points[:, 1]), 1])
+                size = 6 if len(points) <= FEW_POINTS else 3.5
+                look = {"color": shade, "mec": "white", "mew": 0.7, "ms": size, "label": what}
+                (marks,) = p.axes.plot(*points.T, "D", **look)
+                p.by_step.append((marks, points[:, 0], run))
+                p.points.append((points[:, 0], points[:, 1]))
                 p.describe(f"{run.name}, validation", points[:, 1])
             for event in run.events:
                 if event.get("what") in MARKED_EVENTS and isinstance(event.get("step"), int):
-                    p.axes.axvline(
-                        event["step"], color=plotting.colour(i), linewidth=0.8, alpha=0.4
-                    )
-        p.cut_above(1.5 * at_start)
+                    p.mark(event["step"], color, run)
+        p.limit(LOSS_RANGE, cut_start=True)
         return finish(
             canvas,
             p,
             "loss",
             "Faint: every step; bold: moving average; diamonds: validation at the mean loops of "
             "training. Thin vertical lines mark spikes and skipped steps.",
+            axis,
         )
 
 
-def loss_by_depth(runs: Sequence[Run]) -> Figure | None:
+def loss_by_depth(runs: Sequence[Run], axis: Axis) -> Figure | None:
     with panel("Loss against loops", "validation loss, nats per token", "loops T") as (canvas, p):
         depths: set[int] = set()
         for i, run in enumerate(runs):
-            for j, (moment, label) in enumerate(_moments(runs, run)):
-                depths |= set(moment.depths)
-                x = np.array([*moment.depths], dtype=float)
-                y = np.array([one.loss for one in moment.depths.values()])
-                color = plotting.colour(j) if len(runs) == 1 else plotting.colour(i)
+            for last in run.validations[-1:]:
+                depths |= set(last.depths)
+                x = np.array([*last.depths], dtype=float)
+                y = np.array([measured.loss for measured in last.depths.values()])
+                color, label = plotting.colour(i), named(runs, run, f"step {last.step:.0f}")
                 p.line(x, y, label, color=color, dash=plotting.dash(i), marked=True)
                 if len(x) == 1 and np.isfinite(y[0]):  # no loop: a level to compare with
                     p.axes.axhline(y[0], color=color, linewidth=1, linestyle="--", zorder=1)
@@ -77,6 +82,7 @@ def loss_by_depth(runs: Sequence[Run]) -> Figure | None:
                 p.axes.axvline(run.nominal_depth, color=color, linewidth=1, linestyle=":", zorder=1)
         if not p.is_empty:
             plotting.loop_ticks(p.axes, sorted(depths))
+        p.limit(LOSS_RANGE)
         return finish(
             canvas,
             p,
@@ -84,17 +90,8 @@ def loss_by_depth(runs: Sequence[Run]) -> Figure | None:
             "Dotted: the mean loops of training. The loss of a stable loop falls up to there and "
             "stays flat beyond; a curve that rises there does not extrapolate. A model without a "
             "loop is a horizontal line.",
+            axis,
         )
-
-
-def _moments(runs: Sequence[Run], run: Run) -> list[tuple[Validation, str]]:
-    """The first, middle and last validation of a single run; the last of each of several."""
-    validations = run.validations
-    if len(runs) > 1:
-        return [(v, run.name) for v in validations[-1:]]
-    last = len(validations) - 1
-    chosen = [validations[i] for i in sorted({0, (last + 1) // 2, last})] if validations else []
-    return [(v, f"step {v.step:.0f}" if v.step >= 0 else "end") for v in chosen]
 
 
 def _nominal_loss(run: Run, validation: Validation) -> float:
@@ -107,21 +104,24 @@ def over_training(
 ) -> Draw:
     """One quantity against the step, one curve per run, smoothed if it is noisy."""
 
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(runs: Sequence[Run], axis: Axis) -> Figure | None:
         with panel(title, unit) as (canvas, p):
             for i, run in enumerate(runs):
                 steps, values = column(run.telemetry if telemetry else run.train, key)
                 label = run.name if len(runs) > 1 else None
                 if not telemetry and len(values) > 2 * SMOOTH_FRACTION:
-                    p.line(steps, values, color=plotting.colour(i), faint=True)
+                    if len(runs) <= MOST_NAMES:
+                        p.line(steps, values, color=plotting.colour(i), faint=True, run=run)
                     values = smooth(values, len(values) // SMOOTH_FRACTION)
-                p.line(steps, values, label, color=plotting.colour(i), dash=plotting.dash(i))
+                color, dash = plotting.colour(i), plotting.dash(i)
+                p.line(steps, values, label, color=color, dash=dash, run=run)
                 if label is None:
                     p.describe("", values)
             p.log_if_wide()
+            p.limit()
             if key == "spectral_radius" and not p.is_empty:
                 p.axes.axhline(1.0, color=plotting.RED, linewidth=1, linestyle="--")
-            return finish(canvas, p, name, caption)
+            return finish(canvas, p, name, caption, axis)
 
     return draw
 
@@ -131,7 +131,7 @@ def several_over_training(
 ) -> Draw:
     """Related quantities in one panel: by colour for one run, by dash for several."""
 
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(runs: Sequence[Run], axis: Axis) -> Figure | None:
         alone, colors = len(runs) == 1, {}
         with panel(title, unit) as (canvas, p):
             for i, run in enumerate(runs):
@@ -140,22 +140,22 @@ def several_over_training(
                     color = plotting.colour(j if alone else i)
                     if not telemetry and len(values) > 2 * SMOOTH_FRACTION:
                         if alone:
-                            p.line(steps, values, color=color, faint=True)
+                            p.line(steps, values, color=color, faint=True, run=run)
                         values = smooth(values, len(values) // SMOOTH_FRACTION)
                     label = what if alone else f"{run.name}, {what}"
-                    if p.line(
-                        steps, values, label, color=color, dash="-" if alone else plotting.DASHES[j]
-                    ):
+                    dash = "-" if alone else plotting.DASHES[j]
+                    if p.line(steps, values, label, color=color, dash=dash, run=run):
                         colors[run.name] = color
             p.log_if_wide()
+            p.limit()
             if not alone and not p.is_empty:
                 p.legend_of(colors, [*keys.values()])
-            return finish(canvas, p, name, caption)
+            return finish(canvas, p, name, caption, axis)
 
     return draw
 
 
-def learning_rates(runs: Sequence[Run]) -> Figure | None:
+def learning_rates(runs: Sequence[Run], axis: Axis) -> Figure | None:
     alone, colors = len(runs) == 1, {}
     with panel("Learning rates", "learning rate") as (canvas, p):
         groups: list[str] = []
@@ -174,18 +174,20 @@ def learning_rates(runs: Sequence[Run]) -> Figure | None:
                     plotting.colour(j if alone else i),
                     plotting.DASHES[j % len(plotting.DASHES)],
                 )
-                if p.line(*column(rates, group), label, color=color, dash=dash):
+                steps, values = column(rates, group)
+                if p.line(steps, values, label, color=color, dash=dash, run=run):
                     colors[run.name] = color
         if not alone and not p.is_empty:
             p.legend_of(colors, groups)
+        p.limit()
         caption = "The rate of each optimiser: warm-up, plateau, decay to zero."
-        return finish(canvas, p, "learning_rates", caption)
+        return finish(canvas, p, "learning_rates", caption, axis)
 
 
 def per_loop(name: str, title: str, unit: str, key: str, caption: str) -> Draw:
     """A quantity by loop, at the first and the last measurement of each run."""
 
-    def draw(runs: Sequence[Run]) -> Figure | None:
+    def draw(runs: Sequence[Run], axis: Axis) -> Figure | None:
         with panel(title, unit, "loop t") as (canvas, p):
             for i, run in enumerate(runs):
                 for line, label, is_last in _first_and_last(runs, run):
@@ -194,12 +196,13 @@ def per_loop(name: str, title: str, unit: str, key: str, caption: str) -> Draw:
                     color = plotting.colour(int(is_last)) if len(runs) == 1 else plotting.colour(i)
                     p.line(loops, values, label, color=color, dash=plotting.dash(i), marked=True)
             p.log_if_wide()
-            return finish(canvas, p, name, caption)
+            p.limit()
+            return finish(canvas, p, name, caption, axis)
 
     return draw
 
 
-def block_norms(runs: Sequence[Run]) -> Figure | None:
+def block_norms(runs: Sequence[Run], axis: Axis) -> Figure | None:
     """Norms after every block of the prelude and of the first loop, as in the paper's appendix."""
     with panel("Norms through the blocks", "mean norm of a position", "") as (canvas, p):
         positions: list[str] = []
@@ -216,14 +219,16 @@ def block_norms(runs: Sequence[Run]) -> Figure | None:
                 x = np.arange(len(values), dtype=float)
                 p.line(x, values, label, color=color, dash=plotting.dash(i), marked=True)
         p.log_if_wide()
+        p.limit()
         if not p.is_empty:
             p.axes.set_xticks(range(len(positions)), positions, rotation=40, ha="right", fontsize=8)
         return finish(
             canvas,
             p,
             "block_norms",
-            "From left to right through the prelude and the first loop: an unstable model blows up "
-            "at the block where the norm jumps.",
+            "In the order of computation, through the prelude and the first loop: an unstable "
+            "model blows up at the block where the norm jumps.",
+            axis,
         )
 
 

@@ -1,74 +1,108 @@
-"""The report page: one self-contained HTML file, and its figures as PNG files beside it."""
+"""The report page: one self-contained HTML file, its figures as PNG files and its table of runs."""
 
 from __future__ import annotations
 
-import base64
-import math
+import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
+from urllib.parse import quote
 
-from parcae import plotting
+from parcae import console, plotting
+from parcae.config import require
 from parcae.files import atomic_path, write_text
+from parcae.laws.analysis import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
+from parcae.laws.table import TABLE_FILE
+from parcae.report.comparison import compare
 from parcae.report.figures import LOOP, TRAINING
-from parcae.report.html import (
+from parcae.report.panel import Figure
+from parcae.report.runs import AXES, Axis, Run, Sweep, number, read_sources
+from parcae.report.tables import (
     NONE,
     count,
     decimal,
+    describe_model,
+    differences,
     duration,
+    events,
     flatten,
-    flops,
-    percent,
     plain_value,
+    runs_table,
     table,
-    whole,
 )
-from parcae.report.panel import Figure
-from parcae.report.runs import Measured, Run, number, read_runs
 from parcae.runs.layout import REPORT_FOLDER
 
-SHOWN_EVENTS = 50
+TABLE_SUFFIXES = {"markdown": ".md", "csv": ".csv", "latex": ".tex"}
 CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """The content security policy of the page: the browser loads and runs nothing."""
 
 
-def write_report(runs: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write a self-contained HTML page about one run, or a comparison of several.
+def write_report(
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    axis: Axis = "step",
+) -> Path:
+    """Write a self-contained HTML page about any number of runs, and their table.
 
     Args:
-        runs: The folder of a run, or several.
-        out: Folder for report.html and its figures. Default: RUN/report, or out/report for several.
+        runs: The folder of a run or a sweep, or several.
+        out: Folder for report.html, its figures as PNG and the table of runs as runs.md, runs.csv
+            and runs.tex. Default: `report` in the folder of the run or sweep; out/report for
+            several.
+        axis: What figures over training have along x at first: "step", "tokens" or "flops". The
+            page shows any of them; the PNG files have this one.
 
     Returns:
         The path of report.html.
     """
+    require(axis in AXES, "axis", f"{axis!r} is not known", f"Use {', '.join(AXES)}.")
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
-    several = len(folders) > 1
-    default = Path("out") / REPORT_FOLDER if several else Path(folders[0]) / REPORT_FOLDER
-    return write_page(read_runs(folders), default if out is None else Path(out))
+    require(bool(folders), "runs", "none is given", "Give the folder of a run.")
+    default = Path("out" if len(folders) > 1 else folders[0]) / REPORT_FOLDER
+    return write_page(*read_sources(folders), default if out is None else Path(out), axis)
 
 
-def write_page(runs: Sequence[Run], out: Path) -> Path:
-    """Draw the figures of the runs, and write them and the page into `out`."""
-    training = [figure for draw in TRAINING if (figure := draw(runs))]
-    loop = [figure for draw in LOOP if (figure := draw(runs))]
+def write_page(
+    runs: Sequence[Run], sweeps: Sequence[Sweep], out: Path, axis: Axis = "step"
+) -> Path:
+    """Draw the figures of the runs, and write them, the table and the page into `out`."""
+    training, loop = (
+        [figure for draw in draws if (figure := draw(runs, axis))] for draws in (TRAINING, LOOP)
+    )
     for figure in (*training, *loop):
         with atomic_path(out / f"{figure.name}.png") as temporary:
             temporary.write_bytes(figure.png)
-    write_text(out / "report.html", page(runs, training, loop))
+    comparison = compare(*(run.folder for run in runs))
+    for format, suffix in TABLE_SUFFIXES.items():
+        write_text(out / f"runs{suffix}", comparison.format(format))  # type: ignore[arg-type]
+    write_text(out / "report.html", page(runs, sweeps, training, loop, out, axis))
     return out / "report.html"
 
 
-def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]) -> str:
+def page(
+    runs: Sequence[Run],
+    sweeps: Sequence[Sweep],
+    training: Sequence[Figure],
+    loop: Sequence[Figure],
+    out: Path,
+    axis: Axis,
+) -> str:
     """The HTML of the page."""
     css = resources.files("parcae.report").joinpath("page.css").read_text(encoding="utf-8")
-    title = runs[0].title if len(runs) == 1 else f"{len(runs)} runs compared"
+    title = runs[0].title
+    if sweeps:
+        names = ", ".join(sweep.folder.resolve().name for sweep in sweeps)
+        title = f"{names}: {console.format_items(len(runs), 'run')}"
+    elif len(runs) > 1:
+        title = f"{console.format_items(len(runs), 'run')} compared"
     sections = [
-        headlines(runs),
-        _section("Training", _figures(training)),
+        headlines(runs, sweeps),
+        _section("Training", _axes(training) + _figures(training)),
         _section("Inside the loop", _figures(loop)),
         _section("Samples", samples(runs)),
+        *(_section("Table and fit of the sweep", sweep_section(sweep, out)) for sweep in sweeps),
         _section("Events", events(runs)),
         _section("Differences between the recipes", differences(runs)),
         _section("Recipe and result", details(runs)),
@@ -82,16 +116,80 @@ def page(runs: Sequence[Run], training: Sequence[Figure], loop: Sequence[Figure]
 <link rel="icon" href="data:,">
 <title>{escape(title)} – Parcae report</title>
 <style>
-{css}</style>
+{plotting.page_style()}{css}</style>
 </head>
 <body>
 <main>
-<h1>{escape(title)}</h1>
-{"".join(_introduction(i, run, len(runs)) for i, run in enumerate(runs))}
+{_axis_inputs(axis)}<h1>{escape(title)}</h1>
+{_introduction(runs[0]) if len(runs) == 1 else ""}
 {"".join(sections)}</main>
 </body>
 </html>
 """
+
+
+def headlines(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
+    """What a reader has to know first: diagnoses, then the numbers of the runs."""
+    notes = [
+        f"<b>{escape(run.name)}:</b> {escape(str(diagnosis))}"
+        for run in runs
+        if (diagnosis := run.value("diagnosis"))
+    ]
+    notes += [
+        f"{escape(str(sweep.folder))}: {console.format_items(missing, 'run')} of {sweep.planned} "
+        "not started yet."
+        for sweep in sweeps
+        if (missing := sweep.planned - _count_inside(runs, sweep))
+    ]
+    listed = "".join(f'<p class="note" role="note">{note}</p>\n' for note in notes)
+    return f"<section>\n{listed}<h2>Summary</h2>\n{runs_table(runs)}</section>\n"
+
+
+def _count_inside(runs: Sequence[Run], sweep: Sweep) -> int:
+    folder = sweep.folder.resolve()
+    return sum(run.folder.resolve().is_relative_to(folder) for run in runs)
+
+
+def sweep_section(sweep: Sweep, out: Path) -> str:
+    """Links to the table and the page of the laws, what was fitted, and the figures of the fit."""
+    fit = sweep.folder / "fit"
+    links = [
+        f'<a href="{escape(quote(os.path.relpath(path, out)))}">{escape(what)}</a>'
+        for path, what in (
+            (sweep.folder / TABLE_FILE, "table of runs (CSV)"),
+            (fit / PAGE_FILE, "interactive page of the laws"),
+        )
+        if path.exists()
+    ]
+    parts = [f"<p>{' · '.join(links)}</p>\n"] if links else []
+    if (fit / FIT_FILE).exists():
+        parts += [_fit(model.model, model) for model in read_fit(fit).values()]
+        drawn = "".join(
+            f'<figure role="img" aria-label="{escape(path.stem)}">'
+            f"{plotting.recolour(path.read_text(encoding='utf-8'))}</figure>\n"
+            for path in sorted(fit.glob("*.svg"))
+        )
+        parts.append(f'<div class="figures">\n{drawn}</div>\n' if drawn else "")
+    return "".join(parts)
+
+
+def _fit(name: str, model: ModelLaws) -> str:
+    """The parameters of a model's laws with their intervals, and what was not fitted."""
+    rows = [
+        [f"{law.law.formula}: {key}", f"{value:.4g}", _interval(law.intervals.get(key))]
+        for law_name, law in model.laws.items()
+        if "/" not in law_name
+        for key, value in law.values.items()
+    ]
+    reasons = [f"{law} was not fitted: {reason}" for law, reason in model.not_fitted.items()]
+    notes = "".join(f"<li>{escape(text)}</li>\n" for text in (*reasons, *model.warnings))
+    listed = f"<ul>\n{notes}</ul>\n" if notes else ""
+    laws = table(["Parameter", "Value", "90 % interval"], rows) if rows else ""
+    return f"<h3>{escape(name)}</h3>\n{laws}{listed}"
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return NONE if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"
 
 
 def summary(run: Run) -> str:
@@ -111,84 +209,6 @@ def summary(run: Run) -> str:
         *([f"starts from {run.start}"] if run.start else []),
     ]
     return " · ".join(part for part in parts if not part.startswith(NONE))
-
-
-def describe_model(run: Run) -> str:
-    config = run.config
-    if config is None:
-        return "a model of another version of parcae"
-    if config.architecture == "transformer":
-        return f"Transformer, {config.layers} layers, width {config.width}"
-    layers = f"{config.prelude_layers}+{config.core_layers}+{config.coda_layers} layers"
-    mean = f"{config.loop.mean_loops:g} loops"
-    return f"looped ({config.injection}), {layers}, width {config.width}, {mean}"
-
-
-def headlines(runs: Sequence[Run]) -> str:
-    """Numbers of the runs: in groups for one run, a column per run for several."""
-    notes = "".join(
-        f'<p class="note" role="note"><b>{escape(run.name)}:</b> {escape(str(diagnosis))}</p>\n'
-        for run in runs
-        if (diagnosis := run.value("diagnosis"))
-    )
-    groups = {
-        caption: [cells for cells in rows if any(cell != NONE for cell in cells[1:])]
-        for caption, rows in {"Training": _cost_rows(runs), "Result": _loss_rows(runs)}.items()
-    }
-    if len(runs) > 1:
-        rows = [cells for group in groups.values() for cells in group]
-        numbers = table(["", *(run.name for run in runs)], rows, kind="compared")
-        return f"{notes}<h2>Summary</h2>\n{numbers}{_validations(runs)}"
-    tables = "".join(table(["", ""], rows, caption) for caption, rows in groups.items())
-    return f"{notes}<h2>Summary</h2>\n{_tables(tables + _validation(runs[0], 'Validation'))}"
-
-
-def _cost_rows(runs: Sequence[Run]) -> list[list[str]]:
-    return [
-        ["Status", *(run.status for run in runs)],
-        ["Parameters", *(whole(run.parameters) for run in runs)],
-        ["Steps", *(whole(run.amount("steps")) for run in runs)],
-        ["Tokens", *(count(run.amount("tokens")) for run in runs)],
-        ["FLOPs, nominal", *(flops(run.amount("flops")) for run in runs)],
-        ["FLOPs, executed", *(flops(run.amount("executed_flops")) for run in runs)],
-        ["Time", *(duration(run.amount("seconds")) for run in runs)],
-        ["Tokens per second, median", *(count(run.median("tokens_per_second")) for run in runs)],
-        ["Fraction of the device's peak", *(percent(run.median("peak_fraction")) for run in runs)],
-        ["Device", *(plain_value(run.value("device")) for run in runs)],
-        ["Seed", *(_seed(run) for run in runs)],
-    ]
-
-
-def _loss_rows(runs: Sequence[Run]) -> list[list[str]]:
-    final = [run.validations[-1].depths if run.validations else {} for run in runs]
-    nominal = [one.get(run.nominal_depth or 0) for one, run in zip(final, runs, strict=True)]
-    return [
-        ["Training loss", *(decimal(run.train_loss) for run in runs)],
-        ["Loops T", *(whole(run.nominal_depth or math.nan) for run in runs)],
-        ["Validation loss at T", *(_field(one, "loss") for one in nominal)],
-        ["Perplexity at T", *(_field(one, "perplexity") for one in nominal)],
-        ["Bits per byte at T", *(_field(one, "bits_per_byte") for one in nominal)],
-        ["Validation loss at T = 1", *(_field(one.get(1), "loss") for one in final)],
-        ["Skipped steps", *(_event_count(run, "skipped_steps", "skipped") for run in runs)],
-        ["Spikes", *(_event_count(run, "spikes", "spike") for run in runs)],
-    ]
-
-
-def _validations(runs: Sequence[Run]) -> str:
-    tables = "".join(_validation(run, f"{run.name}: validation") for run in runs)
-    return f"<h3>Validation by loops</h3>\n{_tables(tables)}" if tables else ""
-
-
-def _validation(run: Run, what: str) -> str:
-    if not run.validations:
-        return ""
-    last = run.validations[-1]
-    rows = [
-        [str(depth), *(_field(one, key) for key in ("loss", "perplexity", "bits_per_byte"))]
-        for depth, one in last.depths.items()
-    ]
-    head = ["T", "Loss", "Perplexity", "Bits per byte"]
-    return table(head, rows, f"{what} with T loops after step {whole(last.step)}")
 
 
 def samples(runs: Sequence[Run]) -> str:
@@ -216,38 +236,6 @@ def samples(runs: Sequence[Run]) -> str:
     )
 
 
-def events(runs: Sequence[Run]) -> str:
-    parts = []
-    for run in runs:
-        rows = [
-            [whole(number(e.get("step"))), str(e.get("what", "")), str(e.get("message") or "")]
-            for e in run.events
-        ]
-        if rows:
-            more = len(rows) - SHOWN_EVENTS
-            rest = f", the last {SHOWN_EVENTS} of {len(rows)}" if more > 0 else ""
-            caption = f"{run.name}{rest}" if len(runs) > 1 or rest else ""
-            shown = rows[-SHOWN_EVENTS:]
-            parts.append(table(["Step", "Event", "Message"], shown, caption, kind="text"))
-    return _tables("".join(parts)) if parts else ""
-
-
-def differences(runs: Sequence[Run]) -> str:
-    """A table of the settings that differ between the recipes."""
-    if len(runs) < 2:
-        return ""
-    flat = [flatten(run.recipe) for run in runs]
-    keys = dict.fromkeys(key for one in flat for key in one)
-    rows = [
-        [key, *(plain_value(one.get(key)) for one in flat)]
-        for key in keys
-        if any(one.get(key) != flat[0].get(key) for one in flat)
-    ]
-    if not rows:
-        return "<p>None.</p>\n"
-    return table(["Key", *(run.name for run in runs)], rows, kind="compared")
-
-
 def details(runs: Sequence[Run]) -> str:
     parts = []
     for run in runs:
@@ -260,35 +248,47 @@ def details(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
-def _introduction(index: int, run: Run, count: int) -> str:
+def _introduction(run: Run) -> str:
     known = ("finished", "diverged", "interrupted")
     kind = f" {run.status}" if run.status in known else ""
-    dot = (
-        f'<span class="dot" style="background:{plotting.colour(index)}"></span>'
-        if count > 1
-        else ""
-    )
-    name = f"<b>{escape(run.name)}</b> · " if count > 1 else ""
     return (
-        f'<p class="run">{dot}{name}<span class="badge{kind}">{escape(run.status)}</span> '
+        f'<p class="run"><span class="badge{kind}">{escape(run.status)}</span> '
         f"{escape(summary(run))}</p>\n"
     )
 
 
+def _axis_inputs(axis: Axis) -> str:
+    """The state of the radio buttons; the style sheet shows the figures of the one checked."""
+    return "".join(
+        f'<input class="axis" type="radio" name="x" id="x-{name}" '
+        f'aria-label="Figures over {label}"{" checked" if name == axis else ""}>\n'
+        for name, label in AXES.items()
+    )
+
+
+def _axes(figures: Sequence[Figure]) -> str:
+    """The labels of the radio buttons."""
+    labels = "".join(
+        f'<label for="x-{name}">{label}</label>'
+        for name, label in AXES.items()
+        if any(name in figure.svg for figure in figures)
+    )
+    return f'<p class="axes">Figures over {labels}</p>\n' if labels else ""
+
+
 def _figures(figures: Sequence[Figure]) -> str:
-    if not figures:
-        return ""
     drawn = "".join(
-        f'<figure><img alt="{escape(figure.alt)}" '
-        f'src="data:image/png;base64,{base64.b64encode(figure.png).decode()}">'
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>\n"
+        f"<figure>{_variants(figure)}<figcaption>{escape(figure.caption)}</figcaption></figure>\n"
         for figure in figures
     )
-    return f'<div class="figures">\n{drawn}</div>\n'
+    return f'<div class="figures">\n{drawn}</div>\n' if drawn else ""
 
 
-def _tables(tables: str) -> str:
-    return f'<div class="tables">{tables}</div>\n'
+def _variants(figure: Figure) -> str:
+    return "".join(
+        svg if axis is None else f'<div class="x-{axis}">{svg}</div>'
+        for axis, svg in figure.svg.items()
+    )
 
 
 def _section(title: str, body: str) -> str:
@@ -297,23 +297,3 @@ def _section(title: str, body: str) -> str:
 
 def _details(title: str, body: str) -> str:
     return f"<details><summary>{escape(title)}</summary>\n{body}</details>\n"
-
-
-def _field(measured: Measured | None, name: str) -> str:
-    if measured is None:
-        return NONE
-    return decimal(getattr(measured, name), 2 if name == "perplexity" else 4)
-
-
-def _event_count(run: Run, key: str, what: str) -> str:
-    """From the result, or counted in the events of a run without one."""
-    if run.result is None:
-        return str(sum(event.get("what") == what for event in run.events))
-    return whole(number(run.value(key)))
-
-
-def _seed(run: Run) -> str:
-    if run.result is not None:
-        return plain_value(run.value("seed"))
-    settings = run.recipe.get("run")
-    return plain_value(settings.get("seed")) if isinstance(settings, dict) else NONE

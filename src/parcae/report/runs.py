@@ -10,16 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from parcae.config import ConfigError, ModelConfig
+from parcae.files import FileError
 from parcae.presets import model_from_table
 from parcae.runs import find_run, read_metrics, read_recipe_table, read_result
-from parcae.runs.layout import RECIPE_FILE
+from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.runs.records import Line
 
+Axis = Literal["step", "tokens", "flops"]
+AXES: dict[Axis, str] = {"step": "step", "tokens": "training tokens", "flops": "training FLOPs"}
+"""What figures over training can have along x, with the label of the axis."""
 LARGEST = 1e30
 """Numbers beyond this have diverged and would only spoil the axis of a figure."""
 
@@ -102,6 +106,15 @@ class Run:
             validations.append(Validation(end, final))
         return [v for v in validations if v.depths]
 
+    def along(self, steps: np.ndarray, axis: Axis) -> np.ndarray:
+        """Where steps are on an axis; NaN if the run has not logged the quantity."""
+        if axis == "step":
+            return steps
+        at, amounts = column(self.train, axis)
+        if not len(at):
+            return np.full(len(steps), math.nan)
+        return np.interp(steps, [0.0, *at], [0.0, *amounts])
+
     @property
     def status(self) -> str:
         if isinstance(status := self.value("status"), str):
@@ -153,6 +166,38 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         find_run(folder)
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     return [read_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep whose runs are reported."""
+
+    folder: Path
+    planned: int
+    """Number of runs in its plan; those that have not started are not among the runs."""
+
+
+def read_sources(folders: Sequence[str | Path]) -> tuple[list[Run], list[Sweep]]:
+    """The runs in these folders of runs and sweeps, and the sweeps among them."""
+    listed: list[Path] = []
+    sweeps: list[Sweep] = []
+    for folder in map(Path, folders):
+        if (folder / RECIPE_FILE).exists() or not folder.is_dir():
+            listed.append(folder)
+            continue
+        from parcae.sweeps.folder import SweepFolder  # imports PyTorch
+
+        sweep = SweepFolder(folder)
+        if not sweep.exists:
+            listed.append(folder)
+            continue
+        plan = [sweep.run_folder(run.name) for run in sweep.read_plan()]
+        started = [path for path in plan if (path / METRICS_FILE).is_file()]
+        if not started:
+            raise FileError(f"{folder}: none of its {len(plan)} runs has started. Run the sweep.")
+        listed += started
+        sweeps.append(Sweep(folder, len(plan)))
+    return read_runs(listed), sweeps
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
