@@ -27,8 +27,9 @@ PROBE = """
     svg => svg.getBoundingClientRect().height > 100);
   const color = element => getComputedStyle(element).fill;
   const text = seen()[0].querySelector("text");
+  const scale = matrix => Math.hypot(matrix.a, matrix.b);
   const sizes = seen().map(svg => Math.min(...[...svg.querySelectorAll("text")].map(
-    t => parseFloat(getComputedStyle(t).fontSize) * Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b))));
+    t => parseFloat(getComputedStyle(t).fontSize) * scale(t.getScreenCTM()))));
   const boxes = [...document.querySelectorAll("section > .tables .scroll")];
   const left = Math.min(...boxes.map(b => b.getBoundingClientRect().left));
   const right = Math.max(...boxes.map(b => b.getBoundingClientRect().right));

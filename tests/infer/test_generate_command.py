@@ -255,9 +255,13 @@ def test_a_conversation(capsys, monkeypatch, folder, model):
     assert "2 loops for every token" in captured.err
 
 
-def test_an_empty_line_ends_a_conversation(capsys, monkeypatch, folder):
-    typed(monkeypatch, folder, "a\\", "b", "", PROMPT)
-    assert capsys.readouterr().out.startswith("a\nb")
+@pytest.mark.parametrize("last", ["", "/quit", "/q", " /quit "])
+def test_what_ends_a_conversation(capsys, monkeypatch, folder, last):
+    typed(monkeypatch, folder, "a\\", "b", last, PROMPT)
+    captured = capsys.readouterr()
+    assert captured.out.startswith("a\nb")
+    assert PROMPT not in captured.out
+    assert "no such setting" not in captured.err
 
 
 def test_settings_that_cannot_be_are_refused_and_left(capsys, monkeypatch, folder, model):

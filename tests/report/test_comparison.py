@@ -91,7 +91,7 @@ def test_loops_can_be_chosen(folders):
     assert "not compared item by item with a" in at_four.notes[0]
     with pytest.raises(ConfigError, match="baseline <b> was not scored at 8, but at 1"):
         parcae.compare(*folders[:3], loops=8)
-    with pytest.raises(ConfigError, match="a number for each of the 2 runs"):
+    with pytest.raises(ConfigError, match=r"loops: \(1, 2, 3\) for 2 runs"):
         parcae.compare(*folders[:2], loops=(1, 2, 3))
 
 

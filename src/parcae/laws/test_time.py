@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parcae.console import format_count
+from parcae.console import format_count, format_items
 from parcae.laws.bootstrap import Estimate, LawResult, estimate, relative_errors
 from parcae.laws.fit import CURVES, CURVES_POLISH, LawFit, Objective, huber, random_starts
 from parcae.laws.forms import EXPONENTIAL, TEST_TIME, UNIFIED, Law
@@ -153,8 +153,8 @@ def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
     if rising:
         depths = ", ".join(f"{loops:g}" for loops in sorted(set(rising)))
         messages.append(
-            f"test-time: {len(rising)} of {len(curves)} curves (mean_loops {depths}) are higher at "
-            "the largest T than at the smallest: more loops make these models worse."
+            f"test-time: more loops make models worse: of {format_items(len(curves), 'curve')} "
+            f"{len(rising)} (mean_loops {depths}) end higher at the largest T than at the smallest."
         )
     return kept, messages
 

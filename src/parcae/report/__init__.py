@@ -1,7 +1,7 @@
 """Any number of training runs: a self-contained HTML page, one table, and every loop on one text.
 
-page         write_report, the library call; the HTML    html   tables, values as text
-figures      what is drawn                               panel  how one figure is drawn
-comparison   compare, the library call: one table        runs   what a run has written
+page         write_report, the library call; the HTML    tables  the tables of the page
+figures      what is drawn                               panel   how one figure is drawn
+comparison   compare, the library call: one table        runs    what a run has written
 loop_trace   trace_loops, the library call: what each loop does to each token
 """

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parcae.config import ConfigError
+from parcae.console import format_items
 from parcae.evaluation.compare import PairedComparison, compare_evaluations, scores_at
 from parcae.evaluation.item_scores import Evaluation, evaluation_of, read_evaluation
 from parcae.evaluation.results import RESULT, EvaluationResult
@@ -186,8 +187,8 @@ def _choose(compared: Sequence[Compared], loops: Loops) -> list[list[int | None]
     counts = [loops] * len(compared) if isinstance(loops, int) else list(loops)
     if isinstance(loops, str) or len(counts) != len(compared):
         raise ConfigError(
-            f"loops: {loops!r}. Give one number, a number for each of the {len(compared)} runs, "
-            "or 'each'."
+            f"loops: {loops!r} for {format_items(len(compared), 'run')}. Give one number, a number "
+            "for each run, or 'each'."
         )
     for one, count in zip(compared, counts, strict=True):
         if count not in one.measured_loops:

@@ -194,7 +194,7 @@ def read_sources(folders: Sequence[str | Path]) -> tuple[list[Run], list[Sweep]]
         plan = [sweep.run_folder(run.name) for run in sweep.read_plan()]
         started = [path for path in plan if (path / METRICS_FILE).is_file()]
         if not started:
-            raise FileError(f"{folder}: none of its {len(plan)} runs has started. Run the sweep.")
+            raise FileError(f"{folder}: no run of this sweep has started. Run the sweep.")
         listed += started
         sweeps.append(Sweep(folder, len(plan)))
     return read_runs(listed), sweeps

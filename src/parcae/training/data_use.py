@@ -56,7 +56,8 @@ class SourceUse:
         length = "" if self.epochs is None else f"; the budget is {about}{_epochs(self.epochs)}"
         return (
             f"Data: {self.source}, {about}{console.format_count(self.tokens)} tokens in "
-            f"{console.format_count(self.documents)} documents; packing drops {about}"
+            f"{console.format_count(self.documents)} document{'s' if self.documents != 1 else ''}; "
+            f"packing drops {about}"
             f"{self.dropped_share:.1%}{length}."
         )
 

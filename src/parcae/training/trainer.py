@@ -295,7 +295,8 @@ class Trainer:
         length = (
             f"{recipe.budget.minutes:g} minutes"
             if learner.total is None
-            else f"{learner.total:,} steps, {console.format_count(learner.total * tokens)} tokens"
+            else f"{console.format_items(learner.total, 'step')}, "
+            f"{console.format_count(learner.total * tokens)} tokens"
         )
         if recipe.budget.at_most_minutes is not None:
             length += f", at most {recipe.budget.at_most_minutes:g} minutes"
