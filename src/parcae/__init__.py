@@ -16,10 +16,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from parcae.hub import register_when_imported
+
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
     "evaluation.run": ("evaluate",),
     "files": ("FileError",),
+    "hub.export": ("export",),
+    "hub.importing": ("import_model",),
     "infer.engine": ("Engine", "generate"),
     "infer.exit": ("register_exit_rule",),
     "laws.analysis": ("fit",),
@@ -54,6 +58,8 @@ if TYPE_CHECKING:
     from parcae.config import ModelConfig as ModelConfig
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.files import FileError as FileError
+    from parcae.hub.export import export as export
+    from parcae.hub.importing import import_model as import_model
     from parcae.infer.engine import Engine as Engine
     from parcae.infer.engine import generate as generate
     from parcae.infer.exit import register_exit_rule as register_exit_rule
@@ -93,3 +99,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+register_when_imported()

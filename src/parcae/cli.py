@@ -46,6 +46,8 @@ COMMANDS = (
     "sweep",
     "fit",
     "predict",
+    "export",
+    "import_model",
 )
 MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "depth", "eval", "sweep")
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""

@@ -1,6 +1,7 @@
 """A model folder: `config.json` and `model.safetensors`, written and read.
 
-`read_model` also takes a folder in the reference release's format, by `release.py`. Checksums of a
+`read_model` also takes a folder in transformers' format, by `hf_format.py`, and in that of the
+reference release, by `release.py`. Checksums of a
 run's checkpoints are verified by `parcae.runs`, which `parcae.load` goes through.
 """
 
@@ -52,11 +53,14 @@ def header(config: ModelConfig) -> dict[str, Any]:
 
 def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageModel:
     """The model in a model folder, in evaluation mode. Checksums are not verified here."""
+    from parcae.model.hf_format import is_hf, read_hf
     from parcae.model.release import is_release, read_release
 
     content = read_json(folder / CONFIG_FILE)
     if is_release(content):
         config, weights = read_release(folder, content)
+    elif is_hf(content):
+        config, weights = read_hf(folder, content)
     else:
         config, weights = _own_config(folder, content), read_weights(folder / WEIGHTS_FILE)
     model = build(config)
@@ -66,9 +70,12 @@ def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageMode
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a model folder."""
+    from parcae.model.hf_format import from_hf_config, is_hf
     from parcae.model.release import is_release, read_release
 
     content = read_json(folder / CONFIG_FILE)
+    if is_hf(content):
+        return from_hf_config(content)
     return read_release(folder, content)[0] if is_release(content) else _own_config(folder, content)
 
 
@@ -84,8 +91,8 @@ def _own_config(folder: Path, content: Any) -> ModelConfig:
         except ConfigError as error:
             raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from None
     raise FileError(
-        f"{folder / CONFIG_FILE}: neither a parcae checkpoint (format = 'parcae') nor the "
-        "reference release's (_class_name). Export the model to one of them."
+        f"{folder / CONFIG_FILE}: neither a parcae checkpoint (format = 'parcae'), nor one of "
+        "`parcae export` (model_type = 'parcae'), nor the reference release's (_class_name)."
     )
 
 

@@ -1,0 +1,219 @@
+"""Write a model as a folder for transformers, vLLM and the Hugging Face hub.
+
+    parcae.export("runs/first", "exported/first")
+    AutoModelForCausalLM.from_pretrained("exported/first", trust_remote_code=True)
+
+With the weights go the tokenizer, the modelling code (see `remote_code.py`), the defaults of
+generation and a model card with the numbers of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import processors
+
+from parcae import console, plotting
+from parcae.files import FileError, to_json
+from parcae.model import CONFIG_FILE, WEIGHTS_FILE, flops
+from parcae.model.hf_format import MODEL_TYPE, to_hf_config, to_hf_weights
+from parcae.runs import open_checkpoint, read_recipe_table, read_result, run_of
+from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE
+
+if TYPE_CHECKING:
+    from parcae.config import ModelConfig
+    from parcae.data.tokenizer import Tokenizer
+    from parcae.model.frame import LanguageModel
+
+CARD_FILE = "README.md"
+FIGURE_FILE = "loss.png"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(
+    source: str | Path,
+    folder: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    best: bool = False,
+    dtype: str = "float32",
+) -> Path:
+    """Write the model of a run, a checkpoint or a model folder for transformers; returns `folder`.
+
+    `tokenizer` and `best` are those of `parcae.open_checkpoint`. The folder must not exist; it
+    gets its name when all files are written.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
+    checkpoint = open_checkpoint(source, tokenizer, best)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        partial.chmod(0o755)
+        _write_model(partial, checkpoint.model, checkpoint.tokenizer, dtype)
+        _write_tokenizer(partial, checkpoint.tokenizer, checkpoint.model.config)
+        _write_card(partial, folder.name, checkpoint.model, run_of(checkpoint.folder))
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: str) -> None:
+    from parcae.hub.remote_code import AUTO_MAP, remote_code
+
+    bos = tokenizer.bos
+    config = {
+        "architectures": ["ParcaeForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "model_type": MODEL_TYPE,
+        "dtype": dtype,
+        "bos_token_id": bos,
+        "eos_token_id": bos,
+        "pad_token_id": bos,
+        **to_hf_config(model.config),
+    }
+    _write_json(folder / CONFIG_FILE, config)
+    generation = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
+    _write_json(folder / "generation_config.json", generation)
+    weights = to_hf_weights(model.state_dict(), model.config)
+    weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    for name, text in remote_code().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    """The tokenizer; that texts start with BOS is written into it as a template."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer.content)
+    bos = backend.id_to_token(tokenizer.bos)
+    backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single=f"{bos}:0 $A:0",
+        pair=f"{bos}:0 $A:0 $B:1",
+        special_tokens=[(bos, tokenizer.bos)],
+    )
+    backend.save(str(folder / TOKENIZER_FILE))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": bos,
+            "pad_token": bos,
+            "model_max_length": config.context_length,
+            "clean_up_tokenization_spaces": False,
+            "split_special_tokens": True,
+        },
+    )
+
+
+def _write_card(folder: Path, name: str, model: LanguageModel, run: Path | None) -> None:
+    result = _result(run)
+    losses = {int(t): loss["loss"] for t, loss in (result.get("validation") or {}).items()}
+    if len(losses) > 1:
+        _draw_losses(folder / FIGURE_FILE, losses, model.config.loop.nominal_loops)
+    card = _card(name, model.config, result, losses, _sources(run))
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+
+
+def _result(run: Path | None) -> dict[str, Any]:
+    if run is None or not (run / RESULT_FILE).exists():
+        return {}
+    return read_result(run) or {}
+
+
+def _sources(run: Path | None) -> list[str]:
+    """Names of the data, without the folders of the machine it was trained on."""
+    if run is None:
+        return []
+    sources = read_recipe_table(run).get("data", {}).get("sources", [])
+    return [Path(str(source)).name for source in sources]
+
+
+def _draw_losses(path: Path, losses: Mapping[int, float], mean_loops: int) -> None:
+    with plotting.figure() as (canvas, axes):
+        axes.plot(list(losses), list(losses.values()), marker="o")
+        axes.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":")
+        axes.set(xlabel="loops T", ylabel="held-out loss, nats per token", xscale="log")
+        axes.set_xticks(list(losses), [str(t) for t in losses], minor=False)
+        axes.minorticks_off()
+        axes.set_title("Loss against loops")
+        plotting.save(canvas, path)
+
+
+def _card(
+    name: str,
+    config: ModelConfig,
+    result: Mapping[str, Any],
+    losses: Mapping[int, float],
+    sources: list[str],
+) -> str:
+    loop = config.loop
+    rows = [
+        ("Parameters", f"{flops.parameter_count(config):,}"),
+        (
+            "Layers",
+            f"{config.prelude_layers} prelude, {config.core_layers} core, "
+            f"{config.coda_layers} coda",
+        ),
+        ("Width", f"{config.width}"),
+        ("Vocabulary", f"{config.vocab_size:,}"),
+        ("Context", f"{config.context_length:,} tokens"),
+        ("Mean loops in training", f"{loop.mean_loops:g}"),
+    ]
+    if sources:
+        rows.append(("Training data", ", ".join(f"`{source}`" for source in sources)))
+    if "tokens" in result:
+        rows.append(("Training tokens", f"{result['tokens']:,}"))
+    if "flops" in result:
+        rows.append(("Training FLOPs", console.format_flops(result["flops"])))
+    table = "\n".join(["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)])
+    parts = [
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
+        "tags:\n- parcae\n- looped-transformer\n---",
+        f"# {name}",
+        "A looped language model: prelude → core, looped T times → coda. The number of loops is "
+        "chosen when the model runs; more loops cost time and improve the prediction up to a point."
+        if config.architecture == "looped"
+        else "A Transformer language model, trained with parcae.",
+        table,
+    ]
+    if losses:
+        header = ["| loops | " + " | ".join(map(str, losses)) + " |"]
+        header.append("|---|" + "---:|" * len(losses))
+        header.append(
+            "| held-out loss, nats per token | "
+            + " | ".join(f"{loss:.4f}" for loss in losses.values())
+            + " |"
+        )
+        parts += ["## Evaluation", "\n".join(header)]
+        if len(losses) > 1:
+            parts.append(f"![Held-out loss against loops]({FIGURE_FILE})")
+    loops = f", num_loops={loop.nominal_loops}" if config.architecture == "looped" else ""
+    parts += [
+        "## Use",
+        "```python\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)\n'
+        'inputs = tokenizer("Once", return_tensors="pt")\n'
+        f"output = model.generate(**inputs, max_new_tokens=32{loops})\n"
+        "print(tokenizer.decode(output[0], skip_special_tokens=True))\n```",
+        "`trust_remote_code` runs the modelling file in this folder; with the package `parcae` "
+        "installed, `import parcae` before makes it unnecessary.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(to_json(content), encoding="utf-8")
