@@ -9,10 +9,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test check docs bench lint types all-tests fast-tests clean help
+.PHONY: demo test check test-vllm docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
 $(RUNS): pyproject.toml
 	@echo "Installing parcae and its dependencies into $(VENV): 1.3 GB, about two minutes ..."
@@ -53,8 +53,11 @@ docs: $(STAMP)  ## build the documentation with its API reference into out/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "Built out/site. View it with: $(BIN)/python -m http.server --directory out/site 8000"
 
+test-vllm: $(RUNS)  ## compare an exported model served by vLLM with our engine; installs vLLM into .venv-vllm
+	scripts/vllm/check $(CHECKPOINT)
+
 bench: $(STAMP)  ## compare the speed of a training step with a plain implementation
 	$(BIN)/python benchmarks/train_step.py
 
 clean:  ## remove everything the other targets created
-	rm -rf $(VENV) out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -32,6 +32,7 @@ from parcae.infer.request import check_whole
 from parcae.infer.sampling import NonFiniteLogits, check_logits
 from parcae.model import CONFIG_FILE
 from parcae.model.frame import LanguageModel
+from parcae.model.hf_format import is_hf
 from parcae.model.init import draw_state
 from parcae.model.looped import LoopedModel
 from parcae.model.release import is_release
@@ -317,7 +318,8 @@ def is_transformers_model(name: str | Path) -> bool:
     if not (path / CONFIG_FILE).is_file():
         return False
     config = read_json(path / CONFIG_FILE)
-    return not (isinstance(config, dict) and (config.get("format") == FORMAT or is_release(config)))
+    is_ours = isinstance(config, dict) and config.get("format") == FORMAT
+    return not (is_ours or is_release(config) or is_hf(config))
 
 
 def fingerprint(model: nn.Module) -> str:

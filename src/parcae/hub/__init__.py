@@ -17,10 +17,7 @@ MODELING = "parcae.hub.modeling_parcae"
 
 
 def register() -> None:
-    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` read the model type "parcae".
-
-    `import parcae` does it, unless `MODELING` is imported before transformers' Auto classes are.
-    """
+    """Let `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` read the model type "parcae"."""
     from transformers.models.auto.configuration_auto import AutoConfig
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
@@ -41,7 +38,7 @@ def register_when_imported() -> None:
 
 
 class _AutoFinder(MetaPathFinder):
-    """Finds `AUTO_MODULE` as usual, with a loader that calls `register` afterwards."""
+    """Finds two modules as usual, with a loader that calls `register` when both can be used."""
 
     def find_spec(
         self,
@@ -49,9 +46,8 @@ class _AutoFinder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        if fullname != AUTO_MODULE:
+        if fullname not in (AUTO_MODULE, MODELING):
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _RegisteringLoader(spec.loader)
@@ -66,6 +62,7 @@ class _RegisteringLoader(Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        begun = MODELING in sys.modules and module.__name__ == AUTO_MODULE
         self.loader.exec_module(module)
-        if MODELING not in sys.modules:  # else it is being imported, and imports the Auto classes
+        if not begun:  # else MODELING imports AUTO_MODULE, and registers at its end
             register()

@@ -169,11 +169,16 @@ class ParcaeLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: ParcaeConfig, shape: LayerShape, layer: int) -> None:
         super().__init__()
-        self.shape = shape
         self.input_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
         self.self_attn = ParcaeAttention(config, shape, gated=layer in config.value_layers)
         self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
         self.mlp = MLP(config, shape)
+        attention, mlp = self.self_attn, self.mlp
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.fc):
+            _set_role(projection, "projection", shape.width)
+        for projection in (attention.o_proj, mlp.proj):
+            _set_role(projection, "out", shape.width)
+        _set_role(attention.value_gate, "gate")
         self.norm_after_attn: nn.RMSNorm | None = None
         self.norm_after_mlp: nn.RMSNorm | None = None
         if config.norm == "residual":
@@ -294,52 +299,45 @@ class ParcaePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initial values of weights that a checkpoint does not have; those of `parcae.create`."""
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            return  # nothing to fill
         config = self.config
         std = math.sqrt(2 / (5 * config.hidden_size))
-        if any(parameter.is_meta for parameter in module.parameters()):
-            return  # there is nothing to fill, and orthogonal and identity matrices would fail
-        if isinstance(module, ParcaeLayer):
-            self._init_layer(module)
-        elif isinstance(module, nn.RMSNorm):
+        role = getattr(module, "role", "projection")
+        orthogonal = config.init == "scaled-zero"
+        if isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
         elif isinstance(module, Injection):
             module.init_weights(std, None)  # pyright: ignore[reportArgumentType]
-        elif isinstance(module, ParcaeModel):
-            self._init_embedding(module.embed_tokens.weight, std)
-            for table in module.value_embeddings.values():
-                nn.init.normal_(table.weight)
-            if module.readout is not None:
-                self._init_projection(module.readout.weight, config.hidden_size)
-        elif isinstance(module, ParcaeForCausalLM) and not config.tie_word_embeddings:
-            self._init_projection(module.lm_head.weight, config.hidden_size)
-
-    def _init_layer(self, layer: ParcaeLayer) -> None:
-        attention, mlp, width = layer.self_attn, layer.mlp, layer.shape.width
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.fc):
-            self._init_projection(projection.weight, width)
-        for out in (attention.o_proj, mlp.proj):
-            if self.config.init == "scaled-zero":
-                nn.init.zeros_(out.weight)
+        elif isinstance(module, nn.Embedding):
+            if role == "value":
+                nn.init.normal_(module.weight)
+            elif orthogonal:
+                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
             else:
-                config = self.config
+                nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, nn.Linear):
+            width = getattr(module, "layer_width", config.hidden_size)
+            std = math.sqrt(2 / (5 * width))
+            if role == "gate" or (role == "out" and orthogonal):
+                nn.init.zeros_(module.weight)
+            elif role == "out":
                 once = config.num_prelude_layers + config.num_coda_layers
                 depth = once + config.num_core_layers * config.mean_loops
-                nn.init.normal_(out.weight, std=math.sqrt(2 / (5 * width)) / math.sqrt(2 * depth))
-        if attention.value_gate is not None:
-            nn.init.zeros_(attention.value_gate.weight)
+                nn.init.normal_(module.weight, std=std / math.sqrt(2 * depth))
+            elif orthogonal:
+                gain = std * math.sqrt(max(module.weight.shape))
+                nn.init.orthogonal_(module.weight, gain=gain)
+            else:
+                nn.init.normal_(module.weight, std=std)
 
-    def _init_projection(self, weight: Tensor, width: int) -> None:
-        std = math.sqrt(2 / (5 * width))
-        if self.config.init == "scaled-zero":
-            nn.init.orthogonal_(weight, gain=std * math.sqrt(max(weight.shape)))
-        else:
-            nn.init.normal_(weight, std=std)
 
-    def _init_embedding(self, weight: Tensor, std: float) -> None:
-        if self.config.init == "scaled-zero":
-            nn.init.trunc_normal_(weight, std=std, a=-3 * std, b=3 * std)
-        else:
-            nn.init.normal_(weight, std=std)
+def _set_role(module: nn.Module | None, role: str, layer_width: int | None = None) -> None:
+    """Note how `_init_weights` fills a module that it meets without its surroundings."""
+    if module is not None:
+        module.role = role  # type: ignore[assignment]
+        if layer_width is not None:
+            module.layer_width = layer_width  # type: ignore[assignment]
 
 
 class ParcaeModel(ParcaePreTrainedModel):
@@ -355,6 +353,8 @@ class ParcaeModel(ParcaePreTrainedModel):
                 for layer in config.value_layers
             }
         )
+        for table in self.value_embeddings.values():
+            _set_role(table, "value")
         self.prelude = Part(config, config.block, 0, P, norm=config.prelude_norm and K > 0)
         self.core: Part | None = None
         self.readout: nn.Linear | None = None

@@ -1,0 +1,279 @@
+"""Exported folders, read by transformers with and without this package, and imported ones."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import parcae
+from conftest import randomised, tiny
+from hub_models import in_transformers
+from parcae.cli import main
+from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.scorer import open_scorer
+from parcae.hub.importing import download_model
+from parcae.hub.remote_code import remote_code
+from parcae.model.store import save
+
+TEXTS = ["the cat sat on a mat", "one dog ran far away", "rain and light"]
+DATA = os.environ.get("PARCAE_TEST_DATA")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(randomised(tiny(vocab_size=320)), folder)
+    Tokenizer.train(TEXTS * 30, size=300).save(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(checkpoint, tmp_path_factory) -> Path:
+    return parcae.export(checkpoint, tmp_path_factory.mktemp("export") / "model")
+
+
+def test_files_of_an_exported_folder(exported):
+    assert sorted(path.name for path in exported.iterdir()) == [
+        "README.md",
+        "config.json",
+        "configuration_parcae.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_parcae.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert not [path for path in exported.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_auto_classes_after_import(checkpoint, exported):
+    """Model and tokenizer as in this package; no code of the folder is run."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    assert AutoConfig.from_pretrained(exported).num_hidden_layers == 1 + 4 * 2 + 1
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert type(model).__module__ == "parcae.hub.modeling_parcae"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ours = parcae.open_checkpoint(checkpoint)
+    for text in (*TEXTS, "a <|bos|> in a text", ""):
+        expected = [ours.tokenizer.bos, *ours.tokenizer.encode(text)]
+        assert tokenizer(text)["input_ids"] == expected
+        assert tokenizer.decode(expected, skip_special_tokens=True) == text
+    tokens = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
+    expected = ours.model(tokens, depths=3, state="zero").logits
+    torch.testing.assert_close(model(tokens, num_loops=3).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+FRESH = """
+import sys
+sys.modules["parcae"] = None  # importing it is an error
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+folder, text = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+inputs = tokenizer(text, return_tensors="pt")
+torch.save(model(inputs["input_ids"], num_loops=3).logits, folder + "/logits.pt")
+output = model.generate(inputs["input_ids"], max_new_tokens=12, do_sample=False, num_loops=3)
+print(tokenizer.decode(output[0][len(inputs["input_ids"][0]):]))
+generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
+print(generate(text, max_new_tokens=12, do_sample=False)[0]["generated_text"])
+"""
+
+
+@pytest.mark.slow
+def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    process = subprocess.run(
+        [sys.executable, "-c", FRESH, str(folder), TEXTS[0]],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
+    tokens = torch.tensor([[tokenizer.bos, *tokenizer.encode(TEXTS[0])]])
+    expected = model(tokens, depths=3, state="zero").logits
+    actual = torch.load(folder / "logits.pt")
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    engine = parcae.Engine(model, tokenizer)
+    text = engine.generate(TEXTS[0], new_tokens=12, loops=3, temperature=0).text
+    piped = engine.generate(TEXTS[0], new_tokens=12, temperature=0).text
+    assert process.stdout == f"{text}\n{TEXTS[0]}{piped}\n"
+
+
+def test_the_modelling_file_is_self_contained():
+    """It imports nothing of this package, and names everything it uses."""
+    import ast
+
+    text = remote_code()["modeling_parcae.py"]
+    tree = ast.parse(text)
+    modules = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in modules if name.split(".")[0] == "parcae"]
+    assert {name.split(".")[0] for name in modules if name} <= {
+        *sys.stdlib_module_names,
+        "torch",
+        "transformers",
+        "configuration_parcae",
+    }
+
+
+def test_load_and_import_read_an_exported_folder(checkpoint, exported, tmp_path):
+    expected = parcae.load(checkpoint).state_dict()
+    imported = parcae.import_model(exported, tmp_path / "imported")
+    for folder in (exported, imported):
+        weights = parcae.load(folder).state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert parcae.open_checkpoint(imported).tokenizer.encode(TEXTS[0])
+
+
+def test_number_formats(checkpoint, tmp_path):
+    folder = parcae.export(checkpoint, tmp_path / "half", dtype="bfloat16")
+    weights = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.skipif(DATA is None, reason="PARCAE_TEST_DATA is not set")
+@pytest.mark.parametrize("name", ["parcae-tiny", "rdm-prenorm-tiny", "gpt-tiny"])
+def test_a_release_folder_through_import_and_transformers(name, tmp_path):
+    """The logits are those that the release computed."""
+    source = Path(DATA or "") / "fixtures" / name
+    model = parcae.load(parcae.import_model(source, tmp_path / "imported"))
+    theirs = in_transformers(model)
+    golden = load_file(source / "golden.safetensors")
+    tokens = golden["input_ids"].long()
+    for key in (key for key in golden if key.startswith("logits")):
+        loops = int(key.removeprefix("logits_T")) if key != "logits" else 1
+        with torch.no_grad():
+            actual = theirs(tokens, num_loops=loops).logits
+        torch.testing.assert_close(actual, golden[key], atol=1e-4, rtol=1e-4)
+
+
+def test_the_commands(checkpoint, tmp_path, capsys):
+    folder, copy = tmp_path / "exported", tmp_path / "copy"
+    assert main(["export", str(checkpoint), str(folder)]) == 0
+    assert main(["import", str(folder), str(copy)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"wrote {folder}", f"wrote {copy}"]
+    assert main(["export", str(checkpoint), str(folder)]) == 2
+    assert "exists. Choose another folder" in capsys.readouterr().err
+    assert main(["import", str(tmp_path / "nothing"), str(tmp_path / "new")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_repository_that_does_not_exist(monkeypatch, tmp_path):
+    """The authors' cards name `parcae-small-140m`; the message names the repository that exists."""
+    import httpx2
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    def missing(*args, **options):
+        raise RepositoryNotFoundError(
+            "404", response=httpx2.Response(404, request=httpx2.Request("GET", "https://hub"))
+        )
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", missing)
+    with pytest.raises(parcae.FileError, match=r"The repository is SandyResearch/parcae-140m\."):
+        download_model("SandyResearch/parcae-small-140m", tmp_path)
+    with pytest.raises(parcae.FileError, match="Check the name"):
+        download_model("someone/else", tmp_path)
+
+
+class Harmful:
+    def __reduce__(self):
+        return (os.mkdir, ("harmed",))
+
+
+def damage_config(**changes):
+    def apply(folder: Path) -> None:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, **changes}))
+
+    return apply
+
+
+def damage_weights(change):
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return apply
+
+
+def put_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "config.json").write_text(json.dumps({"_class_name": "GPTConfig"}))
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Harmful()))
+        archive.writestr("archive/version", "3")
+    (folder / "pytorch_model.bin").write_bytes(content.getvalue())
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_weights(lambda w: w.pop(NORM)), "missing coda.norm.weight"),
+        (damage_weights(lambda w: w.update(extra=torch.zeros(1))), "unexpected extra"),
+        (damage_weights(lambda w: w.update({NORM: torch.zeros(7)})), r"coda.norm.weight is \[7\]"),
+        (put_pickle, "cannot be read as plain tensors"),
+        (damage_config(hidden_size="wide"), "model.width"),
+        (damage_config(hidden_size=50), "heads"),
+        (damage_config(injection="unknown"), "injection"),
+        (damage_config(num_core_layers=-1), "core_layers"),
+        (damage_config(model_type="llama"), "neither a parcae checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("[1"), "not valid JSON"),
+    ],
+)
+def test_a_wrong_or_malicious_folder_is_refused(damage, message, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    damage(folder)
+    with pytest.raises((parcae.FileError, parcae.ConfigError), match=message):
+        parcae.import_model(folder, tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_an_exported_folder_is_evaluated_as_one_of_ours(exported, capsys):
+    assert main(["generate", str(exported), "the cat", "--new-tokens", "4", "--loops", "2"]) == 0
+    scorer = open_scorer(str(exported), [1, 2])
+    assert scorer.depths == (1, 2)
+
+
+@pytest.mark.slow
+def test_the_harness_gives_the_same_likelihoods(checkpoint, exported):
+    """`lm_eval --model hf` and this package's adapter."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    from parcae.evaluation.harness import ParcaeLM
+
+    pairs = [("the cat", " sat on a mat"), ("one dog", " ran"), ("rain", " and light")]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    theirs = HFLM(pretrained=str(exported), trust_remote_code=True, device="cpu", batch_size=2)
+    ours = ParcaeLM(str(checkpoint)).loglikelihood(requests)
+    for (loss, greedy), (expected, their_greedy) in zip(
+        theirs.loglikelihood(requests), ours, strict=True
+    ):
+        assert loss == pytest.approx(expected, abs=1e-4)
+        assert greedy == their_greedy

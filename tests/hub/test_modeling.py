@@ -1,0 +1,167 @@
+"""The model in transformers computes what the model of this package computes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import parcae
+from conftest import KINDS, randomised
+from hub_models import TRANSFORMER, in_transformers, ours, random_tokens, theirs  # noqa: F401
+from parcae.config import LoopConfig
+from parcae.hub.configuration_parcae import ParcaeConfig
+from parcae.model.hf_format import from_hf_config, from_hf_weights, to_hf_config, to_hf_weights
+from parcae.presets import PRESETS, preset
+
+TOLERANCE = 1e-5
+EXTRA = {
+    "transformer": TRANSFORMER,
+    "swiglu-untied": dataclasses.replace(KINDS["parcae"], mlp="swiglu", tied_embeddings=False),
+    "no-value-embeddings": dataclasses.replace(KINDS["parcae"], value_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *EXTRA])
+def test_logits_agree(kind):
+    """At several depths; whole, from a cache, with padding on either side."""
+    ours = randomised({**KINDS, **EXTRA}[kind]).eval()
+    theirs = in_transformers(ours)
+    looped = ours.config.architecture == "looped"
+    tokens = random_tokens(3, 14)
+    left = torch.cat((torch.zeros(3, 4, dtype=torch.long), tokens), dim=1)
+    right = torch.cat((tokens, torch.zeros(3, 4, dtype=torch.long)), dim=1)
+    with torch.no_grad():
+        for loops in (1, 4, 7) if looped else (1,):
+            options = {"num_loops": loops} if looped else {}
+            given = {"depths": loops, "state": "zero"} if looped else {}
+            expected = ours(tokens, **given).logits
+            assert_close(theirs(tokens, **options).logits, expected)
+            start = theirs(tokens[:, :9], use_cache=True, **options)
+            rest = theirs(tokens[:, 9:], past_key_values=start.past_key_values, **options)
+            assert_close(rest.logits, expected[:, 9:])
+            mask = (torch.arange(18) >= 4).long().expand(3, 18)
+            assert_close(theirs(left, attention_mask=mask, **options).logits[:, 4:], expected)
+            mask = (torch.arange(18) < 14).long().expand(3, 18)
+            assert_close(theirs(right, attention_mask=mask, **options).logits[:, :14], expected)
+
+
+def test_every_row_may_have_its_own_depth(ours, theirs):
+    """Logits and gradients: the last loops of each row have gradient, as in training."""
+    tokens, loops = random_tokens(4, 10), [7, 1, 3, 4]
+    results = []
+    for model, options in (
+        (ours, {"depths": loops, "state": "zero"}),
+        (theirs, {"num_loops": loops}),
+    ):
+        model.zero_grad()
+        logits = model(tokens, **options).logits
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        results.append((logits, {n: p.grad.clone() for n, p in model.named_parameters()}))
+        model.zero_grad()
+    (expected, gradients), (logits, their_gradients) = results
+    assert_close(logits, expected)
+    for name, gradient in to_hf_weights(gradients, ours.config).items():
+        assert_close(their_gradients[name], gradient)
+
+
+def test_training_draws_a_depth_for_each_sequence(ours):
+    """The same sampler as in this package, from PyTorch's seed; evaluation draws nothing."""
+    theirs = in_transformers(ours)
+    theirs.train()
+    torch.manual_seed(0)
+    drawn = [theirs.model._depths(None, 8, None) for _ in range(50)]
+    loops = torch.tensor([depths.loops for depths in drawn]).float()
+    assert loops.std() > 1.0
+    assert loops.mean() == pytest.approx(4, abs=0.5)  # 400 draws of a Poisson: 4 +- 0.1
+    assert all(k <= 2 for depths in drawn for k in depths.gradient_loops)
+    theirs.eval()
+    tokens = random_tokens(2, 8)
+    assert torch.equal(theirs(tokens).logits, theirs(tokens, num_loops=4).logits)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations(ours, implementation):
+    theirs = in_transformers(ours, attn_implementation=implementation)
+    tokens = random_tokens(2, 9)
+    expected = ours(tokens, depths=4, state="zero").logits
+    assert_close(theirs(tokens).logits, expected)
+
+
+def test_engine_and_generate_exit_alike(ours, theirs):
+    engine = parcae.Engine(ours)
+    prompts = random_tokens(4, 6)
+    for rule in ("state:0.3", "budget:2"):
+        options = {"max_new_tokens": 8, "do_sample": False, "num_loops": 6, "exit": rule}
+        texts = theirs.generate(prompts, **options)[:, 6:]
+        for row, prompt in zip(texts.tolist(), prompts.tolist(), strict=True):
+            ours_text = engine.generate(prompt, new_tokens=8, loops=6, temperature=0, exit=rule)
+            assert tuple(row) == ours_text.tokens
+    with pytest.raises(ValueError, match=r"parcae\.Engine"):
+        theirs.generate(prompts, max_new_tokens=2, exit="kl:0.1")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_convert_and_convert_back(name):
+    config = preset(name, {})
+    theirs = ParcaeConfig(**to_hf_config(config))
+    back = from_hf_config(theirs.to_diff_dict())
+    assert to_hf_config(back) == to_hf_config(config)
+    once = config.prelude_layers + config.coda_layers
+    passes = once + config.core_layers * config.loop.nominal_loops
+    assert theirs.num_hidden_layers == passes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_convert_and_convert_back(kind):
+    weights = randomised(KINDS[kind]).state_dict()
+    back = from_hf_weights(to_hf_weights(weights, KINDS[kind]), KINDS[kind])
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_a_cache_with_too_few_slots_is_refused(theirs):
+    cache = DynamicCache(config=theirs.config)
+    with pytest.raises(ValueError, match="needs 14"):
+        theirs(random_tokens(1, 3), past_key_values=cache, num_loops=6)
+    cache = StaticCache(config=theirs.model.config_for(6), max_cache_len=8)
+    theirs(random_tokens(1, 3), past_key_values=cache, num_loops=6)
+
+
+@pytest.mark.parametrize("loops", [0, [1, 2, 3]])
+def test_wrong_loops_are_refused(theirs, loops):
+    with pytest.raises(ValueError, match="num_loops"):
+        theirs(random_tokens(2, 3), num_loops=loops)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 50},
+        {"num_key_value_heads": 2},
+        {"num_loops": 0},
+        {"num_prelude_layers": -1},
+        {"vocab_size": 0},
+        {"injection": "unknown"},
+    ],
+)
+def test_wrong_configurations_are_refused(change):
+    with pytest.raises(Exception, match=r"head|loops|layers|vocab|injection"):
+        in_transformers_config = ParcaeConfig(**{**to_hf_config(KINDS["parcae"]), **change})
+        from parcae.hub.modeling_parcae import ParcaeForCausalLM
+
+        ParcaeForCausalLM(in_transformers_config)
+
+
+def test_a_part_from_outside_cannot_be_exported():
+    parcae.register_sampler("two", lambda loop, rows, generator, step: [2] * rows)
+    config = dataclasses.replace(KINDS["parcae"], loop=LoopConfig(sampler="two"))
+    with pytest.raises(parcae.ConfigError, match=r"model\.loop\.sampler: 'two'"):
+        to_hf_config(config)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
