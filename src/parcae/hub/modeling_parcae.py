@@ -15,7 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -107,7 +107,8 @@ class AttentionSlot(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            self.config._attn_implementation,  # pyright: ignore[reportArgumentType]
+            eager_attention_forward,
         )
         return attention_interface(
             self,
@@ -170,9 +171,9 @@ class ParcaeLayer(GradientCheckpointingLayer):
     def __init__(self, config: ParcaeConfig, shape: LayerShape, layer: int) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
-        self.self_attn = ParcaeAttention(config, shape, gated=layer in config.value_layers)
+        self.self_attn = ParcaeAttention(config, shape, gated=layer in (config.value_layers or ()))
         self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
-        self.mlp = MLP(config, shape)
+        self.mlp = MLP(config, shape)  # pyright: ignore[reportArgumentType]
         attention, mlp = self.self_attn, self.mlp
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.fc):
             _set_role(projection, "projection", shape.width)
@@ -350,7 +351,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         self.value_embeddings = nn.ModuleDict(
             {
                 str(layer): nn.Embedding(config.vocab_size, self._shape(layer).kv_width)
-                for layer in config.value_layers
+                for layer in config.value_layers or ()
             }
         )
         for table in self.value_embeddings.values():
@@ -364,7 +365,7 @@ class ParcaeModel(ParcaePreTrainedModel):
                     f"injection: {config.injection!r}; known are {', '.join(INJECTION_CLASSES)}. "
                     "A model with an injection of your own runs in parcae only."
                 )
-            injection = INJECTION_CLASSES[config.injection](config)
+            injection = INJECTION_CLASSES[config.injection](config)  # pyright: ignore
             self.core = Part(config, config.core_block, P, K, injection)
             if config.readout:
                 self.readout = nn.Linear(config.core_block.width, config.hidden_size, bias=False)
@@ -399,7 +400,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("Give input_ids or inputs_embeds.")
-            inputs_embeds = self.embed_tokens(input_ids)
+            inputs_embeds = cast(Tensor, self.embed_tokens(input_ids))
         elif input_ids is None and self.config.value_layers:
             raise ValueError(
                 "inputs_embeds without input_ids: layers add embeddings of the token ids to their "
@@ -675,9 +676,8 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         """With as many slots as `num_loops` needs: the cache follows the configuration."""
         with_depth = copy.copy(self)
         with_depth.config = self.model.config_for(model_kwargs.get("num_loops"))
-        return GenerationMixin._prepare_cache_for_generation(
-            with_depth, generation_config, model_kwargs, *args, **kwargs
-        )
+        prepare: Any = GenerationMixin._prepare_cache_for_generation  # pyright: ignore
+        return prepare(with_depth, generation_config, model_kwargs, *args, **kwargs)
 
 
 __all__ = ["ParcaeForCausalLM", "ParcaeModel", "ParcaePreTrainedModel"]
