@@ -70,7 +70,7 @@ def test_auto_classes_after_import(checkpoint, exported):
         assert tokenizer(text)["input_ids"] == expected
         assert tokenizer.decode(expected, skip_special_tokens=True) == text
     tokens = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
-    expected = ours.model(tokens, depths=3, state="zero").logits
+    expected = ours.model(tokens, loops=3, state="zero").logits
     torch.testing.assert_close(model(tokens, num_loops=3).logits, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -106,7 +106,7 @@ def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
     assert process.returncode == 0, process.stderr
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     tokens = torch.tensor([[tokenizer.bos, *tokenizer.encode(TEXTS[0])]])
-    expected = model(tokens, depths=3, state="zero").logits
+    expected = model(tokens, loops=3, state="zero").logits
     actual = torch.load(folder / "logits.pt")
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     engine = parcae.Engine(model, tokenizer)

@@ -37,7 +37,7 @@ def test_logits_agree(kind):
     with torch.no_grad():
         for loops in (1, 4, 7) if looped else (1,):
             options = {"num_loops": loops} if looped else {}
-            given = {"depths": loops, "state": "zero"} if looped else {}
+            given = {"loops": loops, "state": "zero"} if looped else {}
             expected = ours(tokens, **given).logits
             assert_close(theirs(tokens, **options).logits, expected)
             start = theirs(tokens[:, :9], use_cache=True, **options)
@@ -54,7 +54,7 @@ def test_every_row_may_have_its_own_depth(ours, theirs):
     tokens, loops = random_tokens(4, 10), [7, 1, 3, 4]
     results = []
     for model, options in (
-        (ours, {"depths": loops, "state": "zero"}),
+        (ours, {"loops": loops, "state": "zero"}),
         (theirs, {"num_loops": loops}),
     ):
         model.zero_grad()
@@ -87,7 +87,7 @@ def test_training_draws_a_depth_for_each_sequence(ours):
 def test_attention_implementations(ours, implementation):
     theirs = in_transformers(ours, attn_implementation=implementation)
     tokens = random_tokens(2, 9)
-    expected = ours(tokens, depths=4, state="zero").logits
+    expected = ours(tokens, loops=4, state="zero").logits
     assert_close(theirs(tokens).logits, expected)
 
 
