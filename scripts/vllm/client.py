@@ -28,11 +28,13 @@ def main(folder: str, reference: str) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    options = (
+        f"--model {folder} --served-model-name model --model-impl transformers --trust-remote-code "
+        f"--dtype float32 --enforce-eager --host 127.0.0.1 --port {port} "
+        "--no-enable-prefix-caching"
+    )
     server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-        + ["--model-impl", "transformers", "--trust-remote-code"]
-        + ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
-        + ["--served-model-name", "model", "--no-enable-prefix-caching"],
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()],
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
     )
     try:
@@ -56,6 +58,14 @@ def wait_until_ready(server: subprocess.Popen[bytes], address: str) -> float:
     sys.exit(f"vLLM was not ready after {START_SECONDS} s")
 
 
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
 async def compare(port: int, expected: dict, started: float) -> None:
     client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
 
@@ -68,8 +78,8 @@ async def compare(port: int, expected: dict, started: float) -> None:
     prompts, texts = expected["prompts"], expected["texts"]
     alone = [(await complete(prompt))[0] for prompt in prompts]
     together = [text for text, _ in await asyncio.gather(*map(complete, prompts))]
-    print(f"vllm {vllm.__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; up in {started:.0f} s")
+    print(", ".join(f"{m.__name__} {m.__version__}" for m in (vllm, transformers, torch)))
+    print(f"{cpu_name()}, {os.cpu_count()} cores; up in {started:.0f} s")
     for name, answers in (("alone", alone), ("together", together)):
         equal = sum(map(str.__eq__, answers, texts))
         print(f"texts equal to parcae's, {name}: {equal} of {len(texts)}")

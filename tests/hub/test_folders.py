@@ -257,7 +257,7 @@ def test_a_wrong_or_malicious_folder_is_refused(damage, message, checkpoint, tmp
 def test_an_exported_folder_is_evaluated_as_one_of_ours(exported, capsys):
     assert main(["generate", str(exported), "the cat", "--new-tokens", "4", "--loops", "2"]) == 0
     scorer = open_scorer(str(exported), [1, 2])
-    assert scorer.depths == (1, 2)
+    assert scorer.loops == (1, 2)
 
 
 @pytest.mark.slow
