@@ -9,11 +9,28 @@ from pathlib import Path
 
 import parcae
 
-PROMPTS = (
-    "import os|def main(|class Reader:|for line in|return|x = 1|if name|    self.|# This|try:|"
-    "with open(|raise ValueError(|from typing|while True|print(|def __init__|@property|assert|"
-    "lambda x|    "
-).split("|")
+PROMPTS = [
+    "import os",
+    "def main(",
+    "class Reader:",
+    "for line in",
+    "return",
+    "x = 1",
+    "if name",
+    "    self.",
+    "# This",
+    "try:",
+    "with open(",
+    "raise ValueError(",
+    "from typing",
+    "while True",
+    "print(",
+    "def __init__",
+    "@property",
+    "assert",
+    "lambda x",
+    "    ",
+]
 NEW_TOKENS = 96
 
 
