@@ -23,8 +23,7 @@ from parcae.machine import keep_freed_memory
 from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
-from parcae.training.log import Log
-from parcae.training.progress import Display
+from parcae.training.log import Display, Log
 from parcae.training.schedule import factors
 from parcae.training.settings import recipe_from_tree
 from parcae.training.trainer import Trainer

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -16,7 +19,10 @@ if TYPE_CHECKING:
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_HEAP_BLOCK = 32 << 20  # glibc accepts no higher threshold
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+SAME_REQUEST_SECONDS = 1.0
 
 
 def available_memory(device: torch.device | str = "cpu") -> int | None:
@@ -73,26 +79,44 @@ def keep_freed_memory() -> bool:
 
 
 class StopSignals:
-    """Context manager in which Ctrl-C and SIGTERM set `asked` instead of ending the process.
+    """Context manager in which a stop signal sets `asked` instead of ending the process.
 
-    A second Ctrl-C ends the process as usual. A second SIGTERM does not: a launcher may send one
-    after the cluster did.
+    The signals are Ctrl-C, SIGTERM and, where a terminal may be closed, SIGHUP; those that the
+    process ignores, as under `nohup`, stay ignored. A second one has its usual effect at once:
+    Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process. Within a second of the first,
+    SIGTERM and SIGHUP are taken for the same request: a cluster and its launcher both send one.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = STOP_SIGNALS) -> None:
+    def __init__(
+        self, signals: Sequence[signal.Signals] = STOP_SIGNALS, message: str | None = None
+    ) -> None:
+        """`message` is written to standard error at the first signal."""
         self.asked = False
         self._signals = signals
-        self._before: dict[signal.Signals, object] = {}
+        self._message = message
+        self._asked_at = 0.0
+        self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._handle) for s in self._signals}
+            handled = [s for s in self._signals if signal.getsignal(s) is not signal.SIG_IGN]
+            self._before = {s: signal.signal(s, self._handle) for s in handled}
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        if (interrupt := self._before.pop(signal.SIGINT, None)) is not None:
-            signal.signal(signal.SIGINT, interrupt)  # type: ignore[arg-type]
+        if not self.asked:
+            self.asked, self._asked_at = True, time.monotonic()
+            if self._message is not None:
+                with contextlib.suppress(OSError):  # not print: it may be interrupted right here
+                    os.write(2, f"{self._message}\n".encode())
+        elif number == signal.SIGINT or time.monotonic() - self._asked_at > SAME_REQUEST_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
 
     def __exit__(
         self,
@@ -100,6 +124,4 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        before, self._before = self._before, {}
-        for number, handler in before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -10,10 +11,11 @@ import time
 import pytest
 import torch
 
-from parcae import cli
+from parcae import cli, console
+from parcae.machine import SAME_REQUEST_SECONDS
 from parcae.recipe import write_toml
 from parcae.training import trainer
-from parcae.training.run import TrainResult, train
+from parcae.training.run import TrainResult, read_recipe, train
 from parcae.training.settings import plain_recipe
 from parcae.training.trainer import Trainer
 from training import runs
@@ -35,8 +37,6 @@ def command(words, log, pause, stuck_at=None):
     Trainer._train_step = one_step
     with log.open("w") as stream:
         sys.stderr = stream
-        from parcae import console
-
         console.out.file = stream
         sys.exit(cli.main(list(map(str, words))))
 
@@ -94,7 +94,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
+def test_a_second_sigterm_of_the_same_moment_changes_nothing(text, tmp_path, monkeypatch):
     """A cluster sends one to every process, and the launcher passes its own on to them."""
     real = Trainer._train_step
 
@@ -109,21 +109,66 @@ def test_a_second_sigterm_changes_nothing(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_at_once(recipe_file, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM, -signal.SIGTERM),
+    ],
+)
+def test_a_second_signal_ends_at_once(first, second, code, recipe_file, tmp_path):
     (_, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
     process = start(["train", path, "--out", run], log, pause=0, stuck_at=4)
     wait_for_step(run, 4, process)
-    os.kill(process.pid, signal.SIGINT)
-    time.sleep(0.3)
+    os.kill(process.pid, first)
+    time.sleep(SAME_REQUEST_SECONDS + 0.1)
     assert process.exitcode is None, "the first waits for the end of the step"
     for _ in range(60):  # on a busy machine two that come close may count as one
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, second)
         process.join(timeout=1)
         if process.exitcode is not None:
             break
-    assert process.exitcode == 130
-    assert "parcae: stopped." in log.read_text()
-    assert (run / "checkpoints" / "step-00000003").exists()
+    assert process.exitcode == code
+    assert ("parcae: stopped." in log.read_text()) == (second == signal.SIGINT)
+    assert not (run / "result.json").exists()
+    checkpoints = [p.name for p in (run / "checkpoints").iterdir() if not p.name.startswith(".")]
+    assert checkpoints == ["step-00000003"]
+    assert train(read_recipe(run), run, resume=True).steps == 16
+
+
+def test_a_signal_that_was_ignored_stays_ignored(text, tmp_path, monkeypatch):
+    """As SIGHUP is under nohup."""
+    real, before = Trainer._train_step, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def one_step(run):
+        real(run)
+        signal.raise_signal(signal.SIGHUP)
+
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
+    try:
+        recipe = runs.recipe(text, budget={"steps": 2}, run=QUIET)
+        assert train(recipe, tmp_path / "run").status == "finished"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert train(recipe, tmp_path / "other").status == "interrupted"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_does_not_keep_a_run_from_saving(text, tmp_path, monkeypatch):
+    real = Trainer._train_step
+
+    def one_step(run):
+        real(run)
+        monkeypatch.setattr(console, "print_text", fail)
+        signal.raise_signal(signal.SIGHUP)
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Trainer, "_train_step", one_step)
+    assert train(runs.recipe(text, run=QUIET), tmp_path / "run").status == "interrupted"
+    assert runs.weights(tmp_path / "run", 1)
 
 
 @pytest.mark.slow

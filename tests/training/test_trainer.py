@@ -13,9 +13,12 @@ import torch
 
 import parcae
 from parcae.model.flops import parameter_count, training_flops_per_token
+from parcae.model.looped import LoopedModel
+from parcae.report.runs import read_run
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
-from parcae.training.progress import Display
+from parcae.training.learner import Learner
+from parcae.training.log import Display
 from parcae.training.run import train
 from parcae.training.schedule import total_steps
 from parcae.training.settings import plain_recipe, recipe_from_tree
@@ -72,14 +75,12 @@ def test_a_budget_is_spent(kind, text, tmp_path):
 
 
 def cools_down_with_the_clock(run, minutes):
-    """Every rate is what the time behind it leaves of the cool-down, which is the last half. (The
-    clock has gone on a little since that time was logged.)"""
-    lines = runs.lines(run, "train", "lr", "seconds")
+    """Every rate is what the time behind it leaves of the cool-down, which is the last half."""
+    lines = runs.lines(run, "train", "lr", "training_seconds")
     first = lines[0][1]["muon"]
     for (_, _, seconds), (_, rates, _) in pairwise(lines):
-        most = first * min(1.0, 2 * (1 - seconds / (60 * minutes)))
-        assert 0 < rates["muon"] <= most + 1e-6 * first
-        assert rates["muon"] > most - 0.3 * first
+        left = 1 - seconds / (60 * minutes)
+        assert 0 < rates["muon"] == pytest.approx(first * min(1.0, 2 * left))
     return lines[-1][1]["muon"] < first
 
 
@@ -103,15 +104,65 @@ def test_a_run_by_the_clock(text, tmp_path):
     assert again.validation == result.validation
 
 
-@pytest.mark.slow
-def test_a_run_by_the_clock_counts_all_that_it_does(text, tmp_path, monkeypatch):
-    """Validation and telemetry take their time from the run, and it is still validated last."""
-    monkeypatch.setattr(Trainer, "_measure_telemetry", lambda self: time.sleep(0.3))
-    recipe = with_budget(text, minutes=1 / 60)
-    recipe = runs.changed(recipe, run={"telemetry_every": 1})
+class FakeClock:
+    """Stands for the module `time`: steps take one second, validations and telemetry eight."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        for name, seconds in {"take_step": 1.0, "validate": 8.0, "measure_telemetry": 8.0}.items():
+            monkeypatch.setattr(Learner, name, self.advanced(getattr(Learner, name), seconds))
+        monkeypatch.setattr(trainer, "time", self)
+
+    def advanced(self, function, seconds):
+        def call(*arguments):
+            self.now += seconds
+            return function(*arguments)
+
+        return call
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.mark.parametrize("budget", [{"minutes": 40 / 60}, {"steps": 999, "at_most_minutes": 2 / 3}])
+def test_the_schedule_of_a_run_by_the_clock_reaches_its_end(budget, text, tmp_path, monkeypatch):
+    """Whatever time the validations take: four fifths of that of the steps here."""
+    FakeClock(monkeypatch)
+    recipe = with_budget(text, **budget)
+    recipe = runs.changed(recipe, run={"validate_every": 10, "telemetry_every": 30})
     result = train(recipe, tmp_path / "run")
-    assert result.steps <= 4
-    assert result.validation
+    assert (result.status, result.steps) == ("finished", 40)
+    assert result.seconds == 40 + 8 * (4 + 2)  # telemetry also after the first step
+    rates = [line[1]["muon"] for line in runs.lines(tmp_path / "run", "train", "lr")]
+    left = [1 - step / 40 for step in range(40)]
+    expected = [recipe.optimiser.muon_lr * min(1.0, 2 * share) for share in left]
+    assert rates == pytest.approx(expected)
+
+
+def test_the_training_loss_is_the_mean_of_the_last_steps(text, tmp_path):
+    recipe, run = runs.recipe(text, budget={"steps": 25}, run=QUIET), tmp_path / "run"
+    result = train(recipe, run)
+    losses = [line[1] for line in runs.lines(run, "train", "loss")]
+    assert result.train_loss == pytest.approx(sum(losses[-20:]) / 20, rel=1e-12)
+    assert runs.lines(run, "train", "train_loss")[-1] == (25, result.train_loss)
+    assert runs.lines(run, "train", "train_loss")[3][1] == pytest.approx(sum(losses[:4]) / 4)
+    assert read_run(run).train_loss == result.train_loss
+    (run / "result.json").unlink()
+    assert read_run(run).train_loss == result.train_loss
+
+
+@pytest.mark.parametrize(
+    ("peak", "compiled", "said"),
+    [(1e3, False, "A step takes about"), (1e12, True, "include compilation"), (1e12, False, None)],
+)
+def test_a_slow_first_step_is_announced(peak, compiled, said, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(trainer, "peak_flops", lambda *_: peak)
+    monkeypatch.setattr(LoopedModel, "compile_layers", lambda self: None)
+    recipe = runs.recipe(text, budget={"steps": 1}, run={**QUIET, "compile": compiled})
+    train(recipe, tmp_path / "run")
+    out = capsys.readouterr().out
+    notes = ("A step takes about", "include compilation")
+    assert [note for note in notes if note in out] == ([said] if said else [])
 
 
 @pytest.mark.slow

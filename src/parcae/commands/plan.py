@@ -114,13 +114,17 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     if plan.hours is not None:
         duration = console.format_duration(3600 * plan.hours)
     name = f"{plan.devices} x {plan.device}, {plan.precision}"
+    step = "unknown"
+    if plan.seconds_per_step is not None:
+        step = console.format_duration(plan.seconds_per_step)
     time = [
         ("micro-batches per step and device", f"{plan.micro_batches} of {plan.micro_batch} rows"),
         ("peak speed of a device", fastest),
-        (f"time at {plan.utilisation:.0%} of that", duration),
+        (f"time of a step at {plan.utilisation:.0%} of that", step),
+        ("time of all steps", duration),
     ]
     if plan.steps is None:
-        time[-1] = ("time, by the budget", duration)
+        time[-1] = ("time of all steps, by the budget", duration)
     return {"The run": work, "Data": _data(plan), "Memory of one device": sizes, name: time}
 
 

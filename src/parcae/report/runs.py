@@ -139,10 +139,13 @@ class Run:
 
     @property
     def train_loss(self) -> float:
-        """The loss in result.json; before there is one, the mean of the last tenth of the steps."""
-        _, losses = column(self.train, "loss")
-        if self.result is not None or not len(losses):
-            return number(self.value("train_loss"))
+        """Mean loss of the last steps, from result.json or the last training line.
+
+        Lines of earlier versions lack it; there it is the mean of the last tenth of the steps.
+        """
+        mean, (_, losses) = self.amount("train_loss"), column(self.train, "loss")
+        if not math.isnan(mean) or self.result is not None or not len(losses):
+            return mean
         return float(np.mean(losses[-max(1, len(losses) // 10) :]))
 
     def median(self, key: str) -> float:

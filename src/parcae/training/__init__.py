@@ -8,7 +8,7 @@ optim, muon, adamw_atan2        optimisers
 schedule            length of a run, learning rates over it
 corpora             data of a run
 distributed         devices and processes: one, DDP, FSDP2
-checkpoint          writing checkpoints and reading them back
-log, telemetry, guard           measurements, divergence
+checkpoint_writer   writing checkpoints and reading them back
+log, telemetry, guard           measurements, progress display, divergence
 cost, memory_estimate           `parcae.plan`
 """

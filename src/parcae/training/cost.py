@@ -64,6 +64,7 @@ class Plan:
     device_flops: float | None
     """Peak FLOP/s of one device; None where it is unknown."""
     utilisation: float
+    seconds_per_step: float | None
     hours: float | None
     data: list[SourceUse] | None
     """What is used of each source; None where one does not exist yet."""
@@ -140,6 +141,7 @@ def plan(
         checkpoint_bytes=checkpoint_bytes(recipe),
         device_flops=speed,
         utilisation=utilisation,
+        seconds_per_step=step_seconds(recipe, speed, devices, utilisation),
         hours=_hours(recipe, work, speed, devices * utilisation),
         data=planned_use(recipe),
     )
@@ -156,6 +158,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+def step_seconds(
+    recipe: Recipe, device_flops: float | None, devices: int, utilisation: float = UTILISATION
+) -> float | None:
+    """Expected seconds of an optimiser step; None where the speed of the device is unknown."""
+    if device_flops is None:
+        return None
+    return flops_per_step(recipe) / (device_flops * devices * utilisation)
 
 
 def _measured_flops() -> float:

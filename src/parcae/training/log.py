@@ -1,4 +1,4 @@
-"""Where measurements go: metrics.jsonl and the trackers a recipe names.
+"""Where measurements go: metrics.jsonl, the trackers a recipe names, and the terminal.
 
 Each line of metrics.jsonl is an object with `kind` and `step`; kinds are train, telemetry,
 validation and event. Lines that a killed run wrote after its last checkpoint are removed when it
@@ -7,14 +7,20 @@ resumes. Numbers that are not finite become null, since JSON cannot express them
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import secrets
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from rich.progress import ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from parcae import console
 from parcae.config import ConfigError
 from parcae.files import FileError, write_all, write_text
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
@@ -175,3 +181,58 @@ def open_sinks(
                 f"run.sinks: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
             ) from None
     return sinks
+
+
+class TimeLeft(ProgressColumn):
+    """The remaining time, from the share of the run that is done."""
+
+    def render(self, task: Task) -> Text:
+        left = task.fields.get("left")
+        return Text(
+            "" if left is None else f"{console.format_duration(round(left))} left", style="cyan"
+        )
+
+
+class Display(console.LiveProgress):
+    """A progress bar on a terminal, a line every 10 s elsewhere; shown by the first process."""
+
+    def __init__(self, shown: bool) -> None:
+        super().__init__(TimeLeft(), TextColumn("[bold]{task.fields[numbers]}"), shown=shown)
+        self._printed = -console.SECONDS_BETWEEN_LINES
+        self._task = self._progress.add_task("training", total=1.0, numbers="")
+
+    def print(self, message: str) -> None:
+        """Print a line; a terminal that was closed must not end the run before it is saved."""
+        try:
+            super().print(message)
+        except OSError:
+            self.shown = False
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):
+            super().__exit__(*error)
+
+    def update(
+        self, step: int, progress: float, seconds: float, numbers: Mapping[str, Any]
+    ) -> None:
+        """Show the numbers of a step; `progress` from 0 to 1 is the share of the run done."""
+        if not self.shown:
+            return
+        left = seconds * (1 - progress) / progress if progress > 0 else None
+        loss = numbers["loss"]
+        text = (
+            f"loss {loss:.3f}  |g| {numbers['gradient_norm']:.2f}  T {numbers['mean_depth']:.1f}  "
+            f"{console.format_count(numbers['tokens_per_second'])} tok/s"
+        )
+        if numbers.get("peak_fraction") is not None:
+            text += f"  {numbers['peak_fraction']:.0%} of peak"
+        if self._live:
+            self._progress.update(
+                self._task, description=f"step {step}", completed=progress, numbers=text, left=left
+            )
+            return
+        now = time.monotonic()
+        if now > self._printed + console.SECONDS_BETWEEN_LINES or progress >= 1:
+            self._printed = now
+            eta = "" if left is None else f"  {console.format_duration(round(left))} left"
+            self.print(f"step {step}  {progress:4.0%}{eta}  {text}")

@@ -80,7 +80,7 @@ class TrainResult:
     executed_flops: float
     seconds: float
     train_loss: float | None
-    """Running mean of the training loss in nats per token."""
+    """Mean training loss of the last 20 steps in nats per token."""
     validation: dict[int, dict[str, float | None]]
     """By loops: loss (nats per token), perplexity and bits_per_byte on held-out rows."""
     skipped_steps: int

@@ -133,10 +133,15 @@ class BudgetConfig(Settings, table="budget"):
     tokens_per_parameter: float | None = setting(None, "tokens per parameter", above=0)
     steps: int | None = setting(None, "optimiser steps", above=0)
     minutes: float | None = setting(
-        None, "minutes of wall-clock time; such a run does not resume bit for bit", above=0
+        None,
+        "minutes of training steps, without validation and checkpoints; such a run does not resume "
+        "bit for bit",
+        above=0,
     )
     at_most_minutes: float | None = setting(
-        None, "limit in minutes beside one of the above; a run it ends has cooled down", above=0
+        None,
+        "limit in minutes of steps beside one of the above; a run it ends has cooled down",
+        above=0,
     )
 
     def check(self) -> None:

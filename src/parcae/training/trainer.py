@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -21,17 +22,22 @@ from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
-from parcae.training.cost import peak_flops
+from parcae.training.cost import UTILISATION, peak_flops, step_seconds
 from parcae.training.data_use import use_of_plans
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Log, finite, open_sinks
-from parcae.training.progress import Display
+from parcae.training.log import Display, Log, finite, open_sinks
 from parcae.training.run import resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
 from parcae.training.start import read_start
+
+AVERAGED_STEPS = 20
+"""The training loss of a run is the mean over its last steps, as many as this."""
+SLOW_STEP_SECONDS = 5.0
+"""A first step that is expected to take longer is announced."""
+STOPPING = "Stopping: this step is finished and saved. A second signal ends the run at once."
 
 
 def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
@@ -89,22 +95,35 @@ class Trainer:
         self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
         """FLOP/s of this device; raised by a step that was faster."""
         self.seconds = 0.0
+        """Of this run so far, with validation, telemetry and checkpoints."""
+        self.training_seconds = 0.0
+        """Of the optimiser steps alone, by which a budget in minutes counts; the mean of all
+        processes, so that they agree on the end."""
         self.executed_flops = 0.0
         self.validated: dict[int, LossByLoops] = {}
         """The last validation, by its step."""
         self.best_loss = math.inf
-        self.train_loss = math.nan
-        """Running mean of the loss."""
+        self.recent_losses: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self.first_telemetry: dict[str, Any] | None = None
         self._clock = 0.0
 
     @property
     def progress(self) -> float:
-        """The share of the run that is done, from 0 to 1, by steps or clock, whichever is ahead."""
+        """The share of the run that is done, from 0 to 1, by steps or clock, whichever is ahead.
+
+        The clock counts steps only. A validation would advance the schedule at once by all the time
+        that it takes, and the last one would end the run before its learning rate is zero.
+        """
         total, minutes = self.learner.total, self.recipe.budget.clock_minutes
         by_steps = self.learner.step / total if total else 0.0
-        by_clock = min(1.0, self.seconds / (60 * minutes)) if minutes else 0.0
+        by_clock = min(1.0, self.training_seconds / (60 * minutes)) if minutes else 0.0
         return max(by_steps, by_clock)
+
+    @property
+    def train_loss(self) -> float:
+        """Mean loss of the last `AVERAGED_STEPS` steps that were taken; NaN before the first."""
+        losses = self.recent_losses
+        return math.fsum(losses) / len(losses) if losses else math.nan
 
     def run(self) -> dict[str, Any]:
         failure = None
@@ -118,7 +137,8 @@ class Trainer:
         self.workers.raise_together(failure)
         self._print_start()
         status, diagnosis = "finished", None
-        with self.display, StopSignals() as stop:
+        message = STOPPING if self.workers.is_first else None
+        with self.display, StopSignals(message=message) as stop:
             if self.checkpoints.newest is None:
                 self._start_from_weights()
             self._clock = time.perf_counter()
@@ -155,7 +175,7 @@ class Trainer:
         started = time.perf_counter()
         measured = self.learner.take_step(self.progress)
         took = time.perf_counter() - started
-        self._count(measured)
+        self._count(measured, took)
         self._report(measured, took)
         settings, improved = self.recipe.run, False
         first = self.learner.step == 1 and settings.telemetry_every > 0
@@ -173,20 +193,19 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return every > 0 and self.learner.step % every == 0
 
-    def _count(self, measured: Step) -> None:
+    def _count(self, measured: Step, took: float) -> None:
         self._count_time()
+        if self.recipe.budget.clock_minutes:
+            took = self.workers.gather(torch.tensor([took], dtype=torch.float64)).mean().item()
+        self.training_seconds += took
         self.executed_flops += measured.flops
         if measured.taken:
-            before = measured.loss if math.isnan(self.train_loss) else self.train_loss
-            self.train_loss = 0.95 * before + 0.05 * measured.loss
+            self.recent_losses.append(measured.loss)
 
     def _count_time(self) -> None:
         """Add the time since the last call to `seconds`."""
         before, self._clock = self._clock, time.perf_counter()
-        seconds = self._clock - before
-        if self.recipe.budget.clock_minutes:  # it may end the run: all processes must agree on it
-            seconds = self.workers.gather(torch.tensor([seconds])).mean().item()
-        self.seconds += seconds
+        self.seconds += self._clock - before
 
     def _report(self, measured: Step, took: float) -> None:
         step, tokens = self.learner.step, tokens_per_step(self.recipe)
@@ -196,6 +215,7 @@ class Trainer:
             self.peak = max(self.peak, device_flops)
         numbers: dict[str, Any] = {
             "loss": measured.loss,
+            "train_loss": self.train_loss,
             "gradient_norm": measured.gradient_norm,
             "lr": self.learner.optimiser.learning_rates(),
             "tokens": step * tokens,
@@ -206,6 +226,7 @@ class Trainer:
             "tokens_per_second": tokens / took,
             "peak_fraction": None if self.peak is None else device_flops / self.peak,
             "seconds": self.seconds,
+            "training_seconds": self.training_seconds,
             "skipped": not measured.taken,
         }
         self._write("train", **numbers)
@@ -254,9 +275,10 @@ class Trainer:
         nominal = self.recipe.model.loop.nominal_loops
         counters = {
             "seconds": self.seconds,
+            "training_seconds": self.training_seconds,
             "executed_flops": self.executed_flops,
             "best_loss": finite(self.best_loss),
-            "train_loss": finite(self.train_loss),
+            "recent_losses": list(self.recent_losses),
             "first_telemetry": self.first_telemetry,
             "validation_loss": finite(losses[nominal].loss) if losses else None,
             "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
@@ -276,8 +298,11 @@ class Trainer:
         state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
         learner.restore(step, state)
         self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
+        self.training_seconds = state.get("training_seconds", self.seconds)
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
-        self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
+        # Checkpoints of earlier versions have the mean only.
+        before = state.get("recent_losses", [state.get("train_loss")])
+        self.recent_losses.extend(loss for loss in before if loss is not None)
         self.first_telemetry = state.get("first_telemetry", state.get("first_look"))
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
         self.validated = {step: losses} if losses else {}
@@ -314,6 +339,7 @@ class Trainer:
         )
         if self.workers.is_first:
             self._print_data_use()
+            self._print_step_time()
         if learner.step:
             finished = ", the last one: nothing is left to do" if self.progress >= 1 else ""
             self.display.print(f"Resumed at step {learner.step}{finished}.")
@@ -334,6 +360,22 @@ class Trainer:
             self.display.print(use.describe())
             if (warning := use.warning()) is not None:
                 self.display.print(warning)
+
+    def _print_step_time(self) -> None:
+        """Announce a first step that takes long, during which nothing else is printed."""
+        recipe = self.recipe
+        seconds = step_seconds(recipe, self.peak, self.workers.size, UTILISATION)
+        notes: list[str] = []
+        if seconds is not None and seconds > SLOW_STEP_SECONDS and self.peak is not None:
+            notes.append(
+                f"A step takes about {console.format_duration(seconds)}: "
+                f"{console.format_flops(flops_per_step(recipe))} FLOPs at {UTILISATION:.0%} of "
+                f"{console.format_si(self.peak * self.workers.size, 'FLOP/s')}."
+            )
+        if recipe.run.compile:
+            notes.append("The first steps include compilation, which may take minutes.")
+        if notes and self.progress < 1:
+            self.display.print(" ".join(notes))
 
     def _finish(self, status: str, diagnosis: str | None) -> dict[str, Any]:
         step, learner = self.learner.step, self.learner
