@@ -12,13 +12,21 @@ import pytest
 import torch
 
 from parcae.cli import main
+from parcae.machine import StopSignals
 from parcae.recipe import merge, read_toml
+from parcae.training import memory_estimate, trainer
 from parcae.training.cost import peak_flops, plan
-from parcae.training.memory_estimate import checkpoint_bytes, estimate_memory
-from parcae.training.run import train
-from parcae.training.settings import recipe_from_tree
+from parcae.training.memory_estimate import (
+    MicroBatch,
+    checkpoint_bytes,
+    choose_micro_batch,
+    estimate_memory,
+)
+from parcae.training.run import read_recipe, train
+from parcae.training.settings import plain_recipe, recipe_from_tree
 from training import runs
 
+UNSET = {"sources": ["x"], "global_batch": 12}
 ROOT = Path(__file__).parents[2]
 SMOKE = str(ROOT / "recipes" / "smoke.toml")
 
@@ -108,6 +116,63 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     assert lean.activations < 0.7 * four
     half = estimate_memory(recipe(**base), torch.bfloat16, 4, 1)
     assert half.activations < 0.9 * four
+
+
+@pytest.mark.slow
+def test_the_largest_micro_batch_that_fits_is_chosen(monkeypatch):
+    unset = recipe_from_tree({**plain_recipe(recipe()), "data": UNSET})
+    estimates = {n: estimate_memory(unset, torch.float32, n, 2).total for n in (1, 2, 3, 4, 6, 12)}
+    assert sorted(estimates.values()) == list(estimates.values())
+    for fitting in (1, 2, 4, 6):  # above 512 tokens the loss is computed in chunks
+        monkeypatch.setattr(memory_estimate, "available_memory", lambda _: 4 * estimates[fitting])  # noqa: B023
+        assert choose_micro_batch(unset, torch.device("cpu")).rows == fitting
+    monkeypatch.setattr(memory_estimate, "available_memory", lambda _: 8 * estimates[3])
+    assert choose_micro_batch(unset, torch.device("cpu"), 2, on_this_machine=2).rows == 3
+    monkeypatch.setattr(memory_estimate, "available_memory", lambda _: estimates[1])
+    rows, reason = choose_micro_batch(unset, torch.device("cpu"))
+    assert rows == 1
+    assert "exceeds 25% of the" in reason
+
+
+def test_a_micro_batch_has_no_more_tokens_than_are_fast(monkeypatch):
+    """Nothing is traced where memory is plenty."""
+    monkeypatch.setattr(memory_estimate, "estimate_memory", None)
+    monkeypatch.setattr(memory_estimate, "available_memory", lambda _: 1e12)
+    tree = {"model": {"preset": "parcae-1m"}, "data": {"sources": ["x"]}, "budget": {"steps": 1}}
+    assert choose_micro_batch(recipe_from_tree(tree), torch.device("cpu")).rows == 16  # 8,192 / 512
+    small = merge(tree, {"data": {"global_batch": 15}})
+    assert choose_micro_batch(recipe_from_tree(small), torch.device("cpu")).rows == 15
+    odd = merge(tree, {"data": {"global_batch": 34}})
+    assert choose_micro_batch(recipe_from_tree(odd), torch.device("cpu")).rows == 2
+    per_batch = merge(tree, {"model": {"loop": {"draw_per": "micro-batch"}}})
+    assert choose_micro_batch(recipe_from_tree(per_batch), torch.device("cpu")).rows == 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["parcae-1m", "rdm-3m", "transformer-3m"])
+def test_the_rough_bound_is_above_the_estimate(preset):
+    tree = {"model": {"preset": preset}, "data": {"sources": ["x"]}, "budget": {"steps": 1}}
+    wide = recipe_from_tree(merge(tree, {"model": {"context_length": 128}}))
+    for rows in (1, 8):
+        traced = estimate_memory(wide, torch.float32, rows, 2).total
+        assert traced < memory_estimate._rough_bytes(wide, rows) < 5 * traced
+
+
+def test_a_chosen_micro_batch_is_recorded_and_kept(text, tmp_path, monkeypatch, capsys):
+    """Bit for bit: other micro-batches add their gradients in another order."""
+    tree = plain_recipe(runs.recipe(text, budget={"steps": 6}, run={"checkpoint_every": 3}))
+    del tree["data"]["micro_batch"]
+    unset, run = recipe_from_tree(tree), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "choose_micro_batch", lambda *_: MicroBatch(2, "for a test"))
+        patched.setattr(StopSignals, "asked", property(lambda self: True, lambda *_: None))
+        assert train(unset, run).status == "interrupted"
+    assert "data.micro_batch: unset; 2 rows (for a test)." in capsys.readouterr().out
+    assert read_recipe(run).data.micro_batch == 2
+    monkeypatch.setattr(trainer, "choose_micro_batch", None)
+    train(unset, run, resume=True)
+    train(runs.changed(unset, data={"micro_batch": 2}), tmp_path / "whole")
+    assert runs.curve(run) == runs.curve(tmp_path / "whole")
 
 
 @pytest.mark.slow

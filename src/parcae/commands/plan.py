@@ -117,8 +117,11 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     step = "unknown"
     if plan.seconds_per_step is not None:
         step = console.format_duration(plan.seconds_per_step)
+    batches = f"{plan.micro_batches} of {plan.micro_batch} rows"
+    if plan.micro_batch_reason is not None:
+        batches += f" ({plan.micro_batch_reason})"
     time = [
-        ("micro-batches per step and device", f"{plan.micro_batches} of {plan.micro_batch} rows"),
+        ("micro-batches per step and device", batches),
         ("peak speed of a device", fastest),
         (f"time of a step at {plan.utilisation:.0%} of that", step),
         ("time of all steps", duration),

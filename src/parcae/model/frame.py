@@ -198,8 +198,9 @@ class LanguageModel(nn.Module, ABC):
 
 
 def _check_ids(name: str, ids: Tensor, vocab: int, ignored: int | None) -> None:
-    """On a CPU only: reading values from another device would wait for its queue."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling():
+    """On a CPU only: reading values from another device would wait for its queue. Fake tensors, on
+    which the memory of a step is traced, have no values."""
+    if ids.device.type != "cpu" or type(ids) is not Tensor or torch.compiler.is_compiling():
         return
     wrong = (ids < 0) | (ids >= vocab)
     if ignored is not None:

@@ -18,7 +18,12 @@ from parcae.config import ConfigError, require
 from parcae.model import flops
 from parcae.training.data_use import SourceUse, planned_use
 from parcae.training.distributed import compute_dtype, find_device
-from parcae.training.memory_estimate import Memory, checkpoint_bytes, estimate_memory
+from parcae.training.memory_estimate import (
+    Memory,
+    checkpoint_bytes,
+    choose_micro_batch,
+    estimate_memory,
+)
 from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
 from parcae.training.settings import Recipe, resolve_recipe
 
@@ -57,6 +62,8 @@ class Plan:
     devices: int
     precision: str
     micro_batch: int
+    micro_batch_reason: str | None
+    """Why a recipe that does not set it has this one."""
     micro_batches: int
     """Micro-batches of a step on each device."""
     memory: Memory
@@ -116,7 +123,10 @@ def plan(
     kind = _device_kind(recipe, device_flops)
     dtype = compute_dtype(recipe.run.precision, torch.device(kind))
     speed = _device_speed(device_flops, kind, dtype)
-    rows = min(recipe.data.micro_batch or batch // devices, batch // devices)
+    rows, reason = recipe.data.micro_batch, None
+    if rows is None:
+        rows, reason = choose_micro_batch(recipe, torch.device(kind), devices, devices)
+    rows = min(rows, batch // devices)
     micro_batches = -(-(batch // devices) // rows)
 
     steps, count = total_steps(recipe), flops.parameter_count(recipe.model)
@@ -136,6 +146,7 @@ def plan(
         devices=devices,
         precision=str(dtype).removeprefix("torch."),
         micro_batch=rows,
+        micro_batch_reason=reason,
         micro_batches=micro_batches,
         memory=estimate_memory(recipe, dtype, rows, micro_batches, devices),
         checkpoint_bytes=checkpoint_bytes(recipe),

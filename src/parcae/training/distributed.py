@@ -45,6 +45,8 @@ class Workers:
 
     rank = 0
     size = 1
+    local_size = 1
+    """Processes on this machine."""
     sharded = False
     replica_group: dist.ProcessGroup | None = None
     """Processes that hold the same weights and can split the optimiser's work."""
@@ -104,6 +106,7 @@ class ProcessGroupWorkers(Workers):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.background_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         """For collectives of other threads while training continues."""
         self._store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""An estimate of the memory that training needs on each device, without the device.
+"""The memory that training needs on each device, without the device, and the micro-batch that fits.
 
 Weights, gradients and the optimiser's state are counted on the meta device. Activations are
 traced: one micro-batch goes forward and backward through the model on fake tensors, and every
@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parcae import console
+from parcae.machine import available_memory
 from parcae.model import build
+from parcae.model.flops import parameter_count
 from parcae.model.frame import LOSS_CHUNK, LanguageModel
 from parcae.model.looped import LoopedModel
+from parcae.training.distributed import compute_dtype
 from parcae.training.muon import Muon
 from parcae.training.optim import Optimiser
 from parcae.training.schedule import Factors
 from parcae.training.settings import Recipe
 
 FLOAT32_BYTES = 4
+SHARE_OF_MEMORY = {"cpu": 0.25, "cuda": 0.75}
+"""Of the available memory that the estimate may fill. On a CPU a step takes up to twice that."""
+MOST_TOKENS = {"cpu": 8192, "cuda": 65536}
+"""Of a micro-batch that is chosen here: more of them are not faster."""
+GPU_BYTES = 80e9
+"""Assumed for a recipe on CUDA where no CUDA device is present."""
+ROUGH_FLOATS = 16
+"""Activations of a block per channel and token, at most: the traced ones are 5 to 9."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,73 @@ def estimate_memory(
         activations=_activations(recipe, dtype, rows),
         optimiser_step=_optimiser_step(recipe, dtype),
     )
+
+
+class MicroBatch(NamedTuple):
+    """Rows that a device processes at once, chosen for a recipe that does not say."""
+
+    rows: int
+    reason: str
+
+
+def choose_micro_batch(
+    recipe: Recipe, device: torch.device, devices: int = 1, on_this_machine: int = 1
+) -> MicroBatch:
+    """The largest divisor of a device's rows that fits its memory and is not above `MOST_TOKENS`.
+
+    It fits if the estimate is below a share of the memory that is available now, which processes on
+    a CPU divide among them. Where depths are drawn per micro-batch, its size changes what is
+    learned, so it is always the whole share.
+    """
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    rows, length = recipe.data.global_batch // devices, recipe.model.context_length
+    if recipe.model.loop.draw_per == "micro-batch":
+        return MicroBatch(rows, "depths are drawn per micro-batch")
+    most = max(1, MOST_TOKENS[kind] // length)
+    divisors = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
+    available = _available(device, on_this_machine)
+    limited = f"at most {MOST_TOKENS[kind]:,} tokens" if divisors[0] < rows else "the whole batch"
+    if available is None:
+        return MicroBatch(divisors[0], limited)
+    limit = SHARE_OF_MEMORY[kind] * available
+    if _rough_bytes(recipe, divisors[0]) <= limit:
+        return MicroBatch(divisors[0], limited)
+    dtype = compute_dtype(recipe.run.precision, device)
+    one = estimate_memory(recipe, dtype, 1, rows, devices)
+    fixed = one.weights + one.gradients + one.optimiser
+    per_row = _activations(recipe, dtype, 2) - one.activations
+
+    def total(n: int) -> int:
+        return fixed + max(one.activations + (n - 1) * per_row, one.optimiser_step)
+
+    fitting = next((n for n in divisors if total(n) <= limit), None)
+    if fitting == divisors[0]:
+        return MicroBatch(fitting, limited)
+    share = f"{SHARE_OF_MEMORY[kind]:.0%} of the {console.format_bytes(available)} available"
+    if fitting is None:
+        return MicroBatch(1, f"the estimate, {console.format_bytes(one.total)}, exceeds {share}")
+    return MicroBatch(fitting, f"{console.format_bytes(total(fitting))} fits in {share}")
+
+
+def _available(device: torch.device, on_this_machine: int) -> float | None:
+    """Bytes for one process; None where unknown."""
+    if device.type == "cuda":
+        return available_memory(device) if torch.cuda.is_available() else GPU_BYTES
+    size = available_memory("cpu")
+    return None if size is None else size / on_this_machine
+
+
+def _rough_bytes(recipe: Recipe, rows: int) -> float:
+    """An upper bound of the estimate for `rows` rows without tracing, which takes seconds."""
+    config = recipe.model
+    once, shape = config.prelude_layers + config.coda_layers, config.core_block
+    uses = once + config.core_layers * (config.loop.gradient_loops or 1)
+    channels = max(block.width + block.mlp_width for block in (config.block, shape))
+    tokens = rows * config.context_length
+    logits = 2 * min(LOSS_CHUNK, tokens) * config.vocab_size
+    weights = 8 * parameter_count(config)  # with gradient, optimiser and its step
+    activations = ROUGH_FLOATS * tokens * uses * channels
+    return FLOAT32_BYTES * (weights + activations + logits)
 
 
 def checkpoint_bytes(recipe: Recipe) -> int:
@@ -132,11 +211,10 @@ def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
 
 
 def _fake(model: LanguageModel) -> LanguageModel:
-    """The model with fake CPU weights; its check of token ids is off, since there are no values."""
+    """The model with fake CPU weights instead of meta ones."""
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(p.shape, device="cpu")))
-    model.check = lambda tokens, targets: None
     return model
 
 

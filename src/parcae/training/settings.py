@@ -52,7 +52,10 @@ class DataConfig(Settings, table="data"):
         256, "rows of an optimiser step, over all devices and micro-batches", at_least=1
     )
     micro_batch: int | None = setting(
-        None, "rows that a device processes at once (unset: all of its share)", at_least=1
+        None,
+        "rows that a device processes at once (unset: by its memory, at most 8,192 tokens on a CPU "
+        "and 65,536 on CUDA)",
+        at_least=1,
     )
     packing: Literal["best-fit", "concatenate"] = setting(
         "best-fit", "how documents fill rows: best-fit or concatenate"

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.guard import diagnose
 from parcae.training.learner import Learner, Step
 from parcae.training.log import Display, Log, finite, open_sinks
-from parcae.training.run import resume_run, start_run
+from parcae.training.memory_estimate import choose_micro_batch
+from parcae.training.run import read_recipe, resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
 from parcae.training.start import read_start
@@ -51,6 +52,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
         workers = stack.enter_context(open_workers(recipe.run))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
+        recipe = _with_micro_batch(recipe, out, resume, workers, display)
         failure = None
         with workers.first_works():  # tokenising may take hours
             if workers.is_first:
@@ -70,6 +72,27 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
         if resume:
             trainer.resume()
         return trainer.run()
+
+
+def _with_micro_batch(
+    recipe: Recipe, out: Path, resume: bool, workers: Workers, display: Display
+) -> Recipe:
+    """The recipe with the micro-batch of its run, or one that fits the memory of all processes.
+
+    It is recorded in the run's recipe.toml, since other micro-batches round differently. Runs of
+    earlier versions recorded none: there it is the whole share of a process.
+    """
+    if recipe.data.micro_batch is not None or recipe.data.global_batch % workers.size:
+        return recipe
+    if resume:
+        rows = read_recipe(out).data.micro_batch
+    else:
+        device, size, local_size = workers.device, workers.size, workers.local_size
+        rows, reason = choose_micro_batch(recipe, device, size, local_size)
+        rows = int(workers.gather(torch.tensor([rows])).min())
+        if rows * size < recipe.data.global_batch:
+            display.print(f"data.micro_batch: unset; {rows} rows ({reason}).")
+    return replace(recipe, data=replace(recipe.data, micro_batch=rows))
 
 
 def _verify(corpora: Corpora, workers: Workers, display: Display) -> FileError | None:
