@@ -9,14 +9,17 @@ import json
 import os
 import socket
 import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parcae.config import ConfigError
 from parcae.data.loader import Loader
+from parcae.model import build, create
 from parcae.model.looped import LoopedModel
 from parcae.recipe import merge
 from parcae.training import corpora, distributed, trainer
@@ -24,7 +27,7 @@ from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
 from parcae.training.run import train
-from parcae.training.settings import plain_recipe, resolve_recipe
+from parcae.training.settings import RunConfig, plain_recipe, resolve_recipe
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -208,6 +211,37 @@ class Collectives(TorchDispatchMode):
         if "reduce_scatter_base" in name:
             self.scattered.append(args[1].numel())
         return func(*args, **(kwargs or {}))
+
+
+def check_initial_weights(config, seed):
+    """Shards of what one process would draw; never more than a block in one piece."""
+    pieces, real = [], distributed.whole_parameters
+
+    @contextmanager
+    def whole_parameters(module):
+        pieces.append(sum(p.numel() for p in module.parameters()))
+        with real(module):
+            yield
+
+    distributed.whole_parameters = whole_parameters
+    run = RunConfig(device="cpu", parallel="fsdp")
+    with open_workers(run) as workers:
+        model = build(config)
+        workers.initialise(model, seed)
+        alone = create(config, seed=seed).state_dict()
+        assert set(alone) == set(model.state_dict())
+        for name, p in model.named_parameters():
+            assert isinstance(p, DTensor)
+            assert p.to_local().numel() < alone[name].numel() or p.shape[0] == 1
+            assert torch.equal(p.full_tensor(), alone[name]), name
+        assert max(pieces) < sum(p.numel() for p in alone.values()) / 5
+
+
+@pytest.mark.parametrize("kind", ["parcae", "rdm"])
+def test_shards_are_initialised_as_one_process_would(kind, tmp_path):
+    text = runs.write_text(tmp_path)
+    changes = {"core_layers": 4, "vocab_size": 97, **({} if kind == "parcae" else runs.RDM)}
+    together(2, check_initial_weights, runs.recipe(text, model=changes).model, 7)
 
 
 def count_gathers(recipe, out):

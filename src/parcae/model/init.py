@@ -14,7 +14,8 @@ is zero, or "like-init": truncated normal with the same std.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -43,39 +44,57 @@ class Unfilled(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+LINEAR_LAYERS = ("coda.readout", "head")
+"""Those outside of blocks."""
+
+
 def projection_std(width: int) -> float:
     return math.sqrt(2 / (5 * width))
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, generator: torch.Generator) -> None:
-    """Set every parameter; one that no rule covers is an error, not left as it was."""
+def init_weights(
+    model: nn.Module,
+    config: ModelConfig,
+    generator: torch.Generator,
+    whole: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> None:
+    """Set every parameter; one that no rule covers is an error, not left as it was.
+
+    `whole(module)` is the context in which the parameters of a module that is set are whole
+    tensors. Modules are set one after the other, so that sharded models need memory for one.
+    """
     initialised: set[Tensor] = set()
-
-    def done(*parameters: Tensor | None) -> None:
-        initialised.update(p for p in parameters if p is not None)
-
     for name, module in model.named_modules():
-        if isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-            done(module.weight)
-        elif isinstance(module, Block):
-            _init_block(module, config, generator)
-            done(*(p for p in module.parameters() if p.ndim == 2))
-        elif isinstance(module, Injection):
-            module.init_weights(projection_std(config.width), generator)
-            done(*module.parameters())
-        elif isinstance(module, nn.Embedding):
-            is_value_table = name.startswith("value_tables")
-            std = 1.0 if is_value_table else projection_std(config.width)
-            _init_embedding(module.weight, std, config, generator, truncated=not is_value_table)
-            done(module.weight)
-        elif name in ("coda.readout", "head") and isinstance(module, nn.Linear):
-            _init_projection(module.weight, config.width, config, generator)
-            done(module.weight)
+        covered: list[nn.Parameter] = []
+        if isinstance(module, Block):
+            covered = [p for p in module.parameters() if p.ndim == 2]
+        elif isinstance(module, nn.RMSNorm | Injection | nn.Embedding) or name in LINEAR_LAYERS:
+            covered = list(module.parameters())
+        if covered:
+            with whole(module):
+                _init_module(name, module, config, generator)
+        initialised.update(covered)
     missed = [name for name, p in model.named_parameters() if p not in initialised]
     if missed:
         raise RuntimeError(f"no initial value is defined for {', '.join(missed)}")
+
+
+def _init_module(
+    name: str, module: nn.Module, config: ModelConfig, generator: torch.Generator
+) -> None:
+    if isinstance(module, nn.RMSNorm):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, Block):
+        _init_block(module, config, generator)
+    elif isinstance(module, Injection):
+        module.init_weights(projection_std(config.width), generator)
+    elif isinstance(module, nn.Embedding):
+        is_value_table = name.startswith("value_tables")
+        std = 1.0 if is_value_table else projection_std(config.width)
+        _init_embedding(module.weight, std, config, generator, truncated=not is_value_table)
+    elif isinstance(module, nn.Linear):
+        _init_projection(module.weight, config.width, config, generator)
 
 
 def draw_state(

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parcae.config import ConfigError, require
 from parcae.files import FileError
 from parcae.model.frame import LanguageModel
+from parcae.model.init import init_weights
 from parcae.model.looped import LoopedModel
 from parcae.training.settings import RunConfig
 
@@ -58,9 +59,14 @@ class Workers:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
-        """The module that a training step calls: the model, or one that reduces its gradients."""
-        return model
+    def initialise(self, model: LanguageModel, seed: int) -> nn.Module:
+        """Give a model from the meta device its initial weights, which depend on the seed only.
+
+        Returns the module that a training step calls: the model, or one that reduces gradients.
+        """
+        model.to_empty(device="cpu")  # its generator gives the same weights on every device
+        init_weights(model, model.config, torch.Generator().manual_seed(seed))
+        return model.to(self.device)
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of a micro-step: gradients are reduced in the last one of a step only."""
@@ -140,7 +146,8 @@ class ProcessGroupWorkers(Workers):
 class ReplicatedWorkers(ProcessGroupWorkers):
     """DDP: every process holds the whole model; gradients are averaged."""
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
+    def initialise(self, model: LanguageModel, seed: int) -> nn.Module:
+        super().initialise(model, seed)
         self._wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         self.replica_group = dist.group.WORLD
         return self._wrapped
@@ -154,9 +161,13 @@ class ShardedWorkers(ProcessGroupWorkers):
 
     sharded = True
 
-    def wrap(self, model: LanguageModel) -> nn.Module:
-        """Without a mixed-precision policy: it would round RoPE, decay and the state as well, which
-        autocast, here as with copies, keeps in float32."""
+    def initialise(self, model: LanguageModel, seed: int) -> nn.Module:
+        """Only this process's shards get memory. Every process draws all weights, block by block in
+        CPU memory, and keeps its part, so that they do not depend on the number of processes.
+
+        Without a mixed-precision policy: it would round RoPE, decay and the state as well, which
+        autocast, here as with copies, keeps in float32.
+        """
         units: list[nn.Module] = []
         if isinstance(model, LoopedModel):
             fully_shard(model.prelude)
@@ -167,6 +178,9 @@ class ShardedWorkers(ProcessGroupWorkers):
         self._units = [unit for unit in (model, *units) if isinstance(unit, FSDPModule)]
         kept = {model, model.loop} if isinstance(model, LoopedModel) else {model}
         self._resharded = [unit for unit in self._units if unit not in kept]
+        model.to_empty(device=self.device)
+        generator = torch.Generator().manual_seed(seed)
+        init_weights(model, model.config, generator, whole=whole_parameters)
         return model
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
@@ -276,6 +290,31 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
 def local_part(x: Tensor) -> Tensor:
     """The part of x on this rank, sharing its memory."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """The context in which a sharded module has whole parameters, uninitialised, in CPU memory.
+
+    At its end the shards take this rank's part of them.
+    """
+    sharded = [
+        (owner, name, p)
+        for owner in module.modules()
+        for name, p in owner.named_parameters(recurse=False)
+    ]
+    for owner, name, p in sharded:
+        owner._parameters[name] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype))
+    try:
+        yield
+    finally:
+        for owner, name, p in sharded:
+            values, owner._parameters[name] = owner._parameters[name], p
+            if values is not None and isinstance(p, DTensor):
+                part = distribute_tensor(
+                    values.detach(), p.device_mesh, p.placements, src_data_rank=None
+                )
+                p.to_local().copy_(part.to_local())
 
 
 def _stacked(like: DTensor) -> list[Placement]:

@@ -15,7 +15,7 @@ from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
 from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
-from parcae.model import create
+from parcae.model import build
 from parcae.model.flops import executed
 from parcae.model.frame import LanguageModel
 from parcae.model.store import header
@@ -58,12 +58,12 @@ class Learner:
         run, data = recipe.run, recipe.data
         self.recipe, self.workers, self.corpora = recipe, workers, corpora
         self.dtype = compute_dtype(run.precision, workers.device)
-        self.model = create(recipe.model, seed=run.seed).to(workers.device)
+        self.model = build(recipe.model)
         if run.compile:
             self.model.compile_layers()
         if run.checkpoint_loops:
             self.model.checkpoint_loops()
-        self.wrapped = workers.wrap(self.model)
+        self.wrapped = workers.initialise(self.model, run.seed)
         self.optimiser = Optimiser(self.model, recipe.optimiser, workers.replica_group)
         self.loader = corpora.loader(recipe, workers.rank, workers.size)
         rows = data.global_batch // workers.size
