@@ -2,7 +2,8 @@
 
 Measured on a few held-out rows, always the same, from the zero state, at the mean depth of
 training, without gradient and outside the compiled code. All norms are means over positions of the
-Euclidean norm over channels.
+Euclidean norm over channels. Spectra of large matrices are estimated from a hundred products with
+vectors; benchmarks/telemetry.py measures what that costs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 from torch import Tensor
 
 from parcae.model.frame import LanguageModel
+from parcae.model.injection import Injection
 from parcae.model.looped import LoopedModel, LoopInputs
+
+EXACT_WIDTH = 128
+"""Matrices up to this width are decomposed in full."""
+LANCZOS_STEPS = 64
+ARNOLDI_STEPS = 128
+SQUARINGS = 4
+INVARIANT = 1e-5
+"""Share of a vector's norm below which what is left of it is rounding, in float32."""
 
 
 @torch.no_grad()
@@ -32,9 +42,12 @@ def observe(
 def matrices(model: LoopedModel) -> dict[str, float | None]:
     """Spectral radius of A_bar, and spectral norms: the two differ unless A_bar is diagonal."""
     injection, readout = model.loop.core.injection, model.coda.readout
+    transition = injection.transition_matrix()
+    has_closed_form = type(injection).spectral_radius is not Injection.spectral_radius
+    radius = (lambda _: injection.spectral_radius()) if has_closed_form else _largest_eigenvalue
     return {
-        "spectral_radius": _if_finite(injection.transition_matrix(), injection.spectral_radius),
-        "transition_norm": spectral_norm(injection.transition_matrix()),
+        "spectral_radius": _if_finite(transition, radius),
+        "transition_norm": spectral_norm(transition),
         "input_norm": spectral_norm(injection.input_matrix()),
         "readout_norm": None if readout is None else spectral_norm(readout.weight),
     }
@@ -90,11 +103,87 @@ def norm(x: Tensor) -> float:
 
 
 def spectral_norm(matrix: Tensor) -> float:
-    """The largest singular value."""
-    matrix = matrix.float()
-    return _if_finite(matrix, lambda: torch.linalg.matrix_norm(matrix, ord=2).item())
+    """The largest singular value; see `_largest_singular_value`."""
+    return _if_finite(matrix, _largest_singular_value)
 
 
-def _if_finite(matrix: Tensor, measure: Callable[[], float]) -> float:
+def spectral_radius(matrix: Tensor) -> float:
+    """The largest |eigenvalue|; see `_largest_eigenvalue`."""
+    return _if_finite(matrix, _largest_eigenvalue)
+
+
+def _if_finite(matrix: Tensor, measure: Callable[[Tensor], float]) -> float:
     """NaN for a matrix that is not finite, for which linear algebra would raise an error."""
-    return measure() if bool(matrix.isfinite().all()) else math.nan
+    matrix = matrix.float()
+    if not bool(matrix.isfinite().all()):
+        return math.nan
+    return measure(matrix)
+
+
+def _largest_singular_value(matrix: Tensor) -> float:
+    """Exact for diagonal and small matrices, else by Lanczos steps on A^T A: from below, to 1e-5.
+
+    All singular values, of which one is wanted, would take some hundred times as long.
+    """
+    if _is_diagonal(matrix):
+        return matrix.diagonal().abs().max().item()
+    if min(matrix.shape) <= EXACT_WIDTH:
+        return torch.linalg.matrix_norm(matrix, ord=2).item()
+    scale = matrix.abs().max().item()  # squares of squares of entries must not overflow
+    matrix = matrix / scale
+    squared = _projection(lambda x: matrix.T @ (matrix @ x), _start(matrix), LANCZOS_STEPS)
+    return scale * math.sqrt(torch.linalg.eigvalsh((squared + squared.T) / 2)[-1].item())
+
+
+def _largest_eigenvalue(matrix: Tensor) -> float:
+    """Exact for diagonal and small matrices, else by Arnoldi steps on A^16, to 1e-3.
+
+    The eigenvalues of a power differ more in size, so that few steps find the largest, and its root
+    divides the error by 16. Powers are scaled; the logarithm of the scale is kept.
+    """
+    if _is_diagonal(matrix):
+        return matrix.diagonal().abs().max().item()
+    if len(matrix) <= EXACT_WIDTH:
+        return torch.linalg.eigvals(matrix.cpu().double()).abs().max().item()
+    power, log_scale = matrix, 0.0
+    for _ in range(SQUARINGS):
+        size = power.abs().max().item()
+        if size == 0:  # nilpotent
+            return 0.0
+        power, log_scale = power / size, 2 * (log_scale + math.log(size))
+        power = power @ power
+    projected = _projection(lambda x: power @ x, _start(matrix), ARNOLDI_STEPS)
+    largest = torch.linalg.eigvals(projected).abs().max().item()
+    return math.exp((math.log(largest) + log_scale) / 2**SQUARINGS) if largest > 0 else 0.0
+
+
+def _projection(apply: Callable[[Tensor], Tensor], start: Tensor, steps: int) -> Tensor:
+    """Q^T M Q [steps, steps], in float64 on the CPU, for an orthonormal basis Q of start, M start,
+    M^2 start, ... (Arnoldi's iteration; Lanczos's where M is symmetric).
+
+    Where the space that is spanned is invariant, the rest of the basis is zero.
+    """
+    basis = start.new_zeros(steps + 1, len(start))
+    projected = start.new_zeros(steps + 1, steps)
+    basis[0] = start / start.norm()
+    for step in range(steps):
+        x = apply(basis[step])
+        size, so_far = x.norm(), basis[: step + 1]
+        for _ in range(2):  # twice, against rounding
+            along = so_far @ x
+            x = x - along @ so_far
+            projected[: step + 1, step] += along
+        rest = x.norm()
+        is_new = rest > INVARIANT * size
+        projected[step + 1, step] = torch.where(is_new, rest, 0)
+        basis[step + 1] = torch.where(is_new, x / rest, 0)
+    return projected[:steps].cpu().double()
+
+
+def _start(matrix: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(matrix.shape[1], generator=generator).to(matrix.device)
+
+
+def _is_diagonal(matrix: Tensor) -> bool:
+    return bool((matrix.count_nonzero() == matrix.diagonal().count_nonzero()).item())
