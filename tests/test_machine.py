@@ -1,4 +1,4 @@
-"""The memory setting does what it says where the C library is glibc."""
+"""Free memory within the limits of control groups, and freed memory that is kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from parcae import machine
 
 # Straight from the C library: a small block that lands above the large ones would pin them in
 # either case, and whether one does is chance.
@@ -35,3 +37,45 @@ def test_freed_memory_is_kept():
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
     assert measure("assert keep_freed_memory()") < measure("") / 3
+
+
+def write_group(folder, names, limit, used, cached):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in zip(names, (limit, used, f"anon 5\n{names[3]} {cached}"), strict=False):
+        (folder / name).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("lines", "top", "names"),
+    [
+        (
+            "0::/slurm/job_7/step_0",
+            "",
+            ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ),
+        (
+            "5:cpu:/\n4:hugetlb,memory:/slurm/job_7/step_0\n0::/",
+            "memory",
+            (
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "memory.stat",
+                "total_inactive_file",
+            ),
+        ),
+    ],
+)
+def test_a_limit_of_any_control_group_above_holds(lines, top, names, tmp_path, monkeypatch):
+    groups = tmp_path / "cgroup"
+    (tmp_path / "self").write_text(lines)
+    monkeypatch.setattr(machine, "CONTROL_GROUP", groups)
+    monkeypatch.setattr(machine, "PROCESS_GROUPS", tmp_path / "self")
+    assert machine._container_memory() is None
+    job = groups / top / "slurm" / "job_7"
+    write_group(job / "step_0", names, "max", 10, 0)
+    assert machine._container_memory() is None
+    write_group(job, names, 1000, 400, 150)
+    assert machine._container_memory() == 750
+    write_group(groups / top, names, 10_000, 9_500, 0)
+    assert machine._container_memory() == 500
+    assert machine.available_memory("cpu") == 500

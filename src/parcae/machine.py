@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 CONTROL_GROUP = Path("/sys/fs/cgroup")
+PROCESS_GROUPS = Path("/proc/self/cgroup")
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST_HEAP_BLOCK = 32 << 20  # glibc accepts no higher threshold
 STOP_SIGNALS = tuple(
@@ -49,14 +50,38 @@ def _machine_memory() -> int | None:
 
 
 def _container_memory() -> int | None:
-    """What the control group may still allocate; pages of files it has read count as free."""
+    """What the control groups that this process is in may still allocate; None without a limit."""
     try:
-        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
-        used = int((CONTROL_GROUP / "memory.current").read_text())
-        stat = dict(row.split() for row in (CONTROL_GROUP / "memory.stat").read_text().splitlines())
+        lines = PROCESS_GROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    free: list[int] = []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = CONTROL_GROUP / "memory" if controllers else CONTROL_GROUP
+        folder = top / path.lstrip("/")
+        groups = [folder, *folder.parents]  # a limit of any group above holds too
+        free += [
+            size
+            for group in groups[: groups.index(top) + 1]
+            if (size := _free_in_group(group, version_1=bool(controllers))) is not None
+        ]
+    return min(free, default=None)
+
+
+def _free_in_group(group: Path, version_1: bool) -> int | None:
+    """Limit less use, where pages of files that were read count as free."""
+    limit, use, cached = "memory.max", "memory.current", "inactive_file"
+    if version_1:
+        limit, use = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        cached = "total_inactive_file"
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / use).read_text())
+        stat = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return int(limit) - used + int(stat.get("inactive_file", 0)) if limit.isdigit() else None
+    return int(most) - used + int(stat.get(cached, 0)) if most.isdigit() else None
 
 
 def keep_freed_memory() -> bool:

@@ -6,7 +6,7 @@ storage is tracked from its allocation until it is freed. (`torch.distributed._t
 does not see the workspace of the loss, and is private; this tracker is 30 lines.)
 
 Counted are the tensors that PyTorch's operators allocate, uncompiled, with all rows at the nominal
-depth. Not counted: the CUDA context (about 1 GB), what the allocator keeps beyond the tensors (see
+depth. Not counted: the CUDA context (about 1 GiB), what the allocator keeps beyond the tensors (see
 docs/planning.md), and operators' workspaces, except the largest one, the logits of the loss.
 """
 
@@ -29,7 +29,7 @@ from parcae import console
 from parcae.machine import available_memory
 from parcae.model import build
 from parcae.model.flops import parameter_count
-from parcae.model.frame import LOSS_CHUNK, LanguageModel
+from parcae.model.frame import LOSS_CHUNK, MIXED_LOSS_CHUNK, LanguageModel
 from parcae.model.looped import LoopedModel
 from parcae.training.distributed import compute_dtype
 from parcae.training.muon import Muon
@@ -122,9 +122,9 @@ def choose_micro_batch(
     if available is None:
         return MicroBatch(divisors[0], limited)
     limit = SHARE_OF_MEMORY[kind] * available
-    if _rough_bytes(recipe, divisors[0]) <= limit:
-        return MicroBatch(divisors[0], limited)
     dtype = compute_dtype(recipe.run.precision, device)
+    if _rough_bytes(recipe, dtype, divisors[0]) <= limit:
+        return MicroBatch(divisors[0], limited)
     one = estimate_memory(recipe, dtype, 1, rows, devices)
     fixed = one.weights + one.gradients + one.optimiser
     per_row = _activations(recipe, dtype, 2) - one.activations
@@ -149,14 +149,15 @@ def _available(device: torch.device, on_this_machine: int) -> float | None:
     return None if size is None else size / on_this_machine
 
 
-def _rough_bytes(recipe: Recipe, rows: int) -> float:
+def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int) -> float:
     """An upper bound of the estimate for `rows` rows without tracing, which takes seconds."""
     config = recipe.model
     once, shape = config.prelude_layers + config.coda_layers, config.core_block
     uses = once + config.core_layers * (config.loop.gradient_loops or 1)
     channels = max(block.width + block.mlp_width for block in (config.block, shape))
     tokens = rows * config.context_length
-    logits = 2 * min(LOSS_CHUNK, tokens) * config.vocab_size
+    chunk = LOSS_CHUNK if dtype == torch.float32 else 2 * MIXED_LOSS_CHUNK
+    logits = 2 * min(chunk, 2 * tokens) * config.vocab_size
     weights = 8 * parameter_count(config)  # with gradient, optimiser and its step
     activations = ROUGH_FLOATS * tokens * uses * channels
     return FLOAT32_BYTES * (weights + activations + logits)
