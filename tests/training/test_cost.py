@@ -166,6 +166,12 @@ def test_the_rough_bound_is_above_the_estimate(preset, dtype):
         assert traced < memory_estimate._rough_bytes(wide, dtype, rows) < 6 * traced
 
 
+class AskedAtOnce(StopSignals):
+    def __enter__(self):
+        self.asked = True
+        return self
+
+
 def test_a_chosen_micro_batch_is_recorded_and_kept(text, tmp_path, monkeypatch, capsys):
     """Bit for bit: other micro-batches add their gradients in another order."""
     tree = plain_recipe(runs.recipe(text, budget={"steps": 6}, run={"checkpoint_every": 3}))
@@ -173,7 +179,7 @@ def test_a_chosen_micro_batch_is_recorded_and_kept(text, tmp_path, monkeypatch, 
     unset, run = recipe_from_tree(tree), tmp_path / "run"
     with monkeypatch.context() as patched:
         patched.setattr(trainer, "choose_micro_batch", lambda *_: MicroBatch(2, "for a test"))
-        patched.setattr(StopSignals, "asked", property(lambda self: True, lambda *_: None))
+        patched.setattr(trainer, "StopSignals", AskedAtOnce)
         assert train(unset, run).status == "interrupted"
     assert "data.micro_batch: unset; 2 rows (for a test)." in capsys.readouterr().out
     assert read_recipe(run).data.micro_batch == 2
