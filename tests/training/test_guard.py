@@ -12,6 +12,7 @@ import torch
 import parcae
 from parcae import cli
 from parcae.training import learner as learner_module
+from parcae.training.distributed import Workers
 from parcae.training.guard import Guard, diagnose
 from parcae.training.learner import Learner
 from parcae.training.run import TrainResult, train
@@ -35,9 +36,9 @@ def poison(monkeypatch, steps, how):
 
 def poison_loss(monkeypatch, steps):
     """A loss that is NaN makes every gradient NaN, as it would be."""
-    real = learner_module.create
+    real = learner_module.build
 
-    def create(*arguments, **options):
+    def build(*arguments, **options):
         model = real(*arguments, **options)
         plain, calls = model.loss, iter(range(10**6))
 
@@ -49,7 +50,7 @@ def poison_loss(monkeypatch, steps):
         model.loss = loss
         return model
 
-    monkeypatch.setattr(learner_module, "create", create)
+    monkeypatch.setattr(learner_module, "build", build)
 
 
 def watch(monkeypatch):
@@ -155,15 +156,15 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
 
 @pytest.mark.parametrize("telemetry", [0, 5])
 def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monkeypatch):
-    real = learner_module.create
+    real = Workers.initialise
 
-    def create(*arguments, **options):
-        model = real(*arguments, **options)
+    def initialise(*arguments):
+        model = real(*arguments)
         with torch.no_grad():
             model.loop.core.injection.W.mul_(8)
         return model
 
-    monkeypatch.setattr(learner_module, "create", create)
+    monkeypatch.setattr(Workers, "initialise", initialise)
     poison(monkeypatch, set(range(100)), math.nan)
     recipe = runs.recipe(
         text, model=runs.RDM, run={"bad_steps_in_a_row": 3, "telemetry_every": telemetry}

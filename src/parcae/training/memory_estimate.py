@@ -113,7 +113,7 @@ def choose_micro_batch(
     """
     kind = "cuda" if device.type == "cuda" else "cpu"
     rows, length = recipe.data.global_batch // devices, recipe.model.context_length
-    if recipe.model.loop.draw_per == "micro-batch":
+    if not recipe.model.loop.draws_per_sequence:
         return MicroBatch(rows, "depths are drawn per micro-batch")
     most = max(1, MOST_TOKENS[kind] // length)
     divisors = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
