@@ -14,6 +14,8 @@ from parcae.model.frame import LanguageModel
 
 pytest_plugins = ["evaluation_fixtures"]
 
+# Without time measurements, "auto" is the same in every run.
+os.environ.setdefault("PARCAE_NATIVE", "1")
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
 

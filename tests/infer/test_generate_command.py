@@ -374,5 +374,8 @@ def test_weight_bytes_are_those_of_the_tensors_held(weights, tied):
     seen = {}
     held_tensors(network, seen)
     tensors = {t.data_ptr(): t for t in seen.values() if isinstance(t, torch.Tensor)}
-    matrices = sum(t.nbytes for t in tensors.values() if t.ndim == 2)
+    is_matrix = [t.ndim == 2 or t.dtype == torch.int8 for t in tensors.values()]  # int8: packed
+    matrices = sum(
+        t.nbytes for t, counts in zip(tensors.values(), is_matrix, strict=True) if counts
+    )
     assert network.weight_bytes == matrices

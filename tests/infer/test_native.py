@@ -17,9 +17,10 @@ from parcae.config import ConfigError, LoopConfig
 from parcae.infer import exit as exit_module
 from parcae.infer.batch import Batch, Span
 from parcae.infer.exit import ExitRule
+from parcae.infer.native import kernels as kernels_module
 from parcae.infer.native.kernels import MAX_TOKENS, Kernels, KernelsUnavailable
 from parcae.infer.network import TorchNetwork, open_network
-from parcae.infer.quantise import matrix
+from parcae.infer.quantise import matrix, quantise_inputs
 
 try:
     KERNELS = Kernels()
@@ -178,6 +179,41 @@ def test_products_of_any_shape(threads, shape, weights):
             assert torch.equal(found, alone), "company must not show"
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_products_equal_exact_sums(weights):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 515, generator=generator) for n in (37, 9))
+    stored = matrix(weight, weights)
+    found = KERNELS.gemm(stored, x).double()
+    if weights == "float32":
+        exact, bound = x.double() @ weight.double().T, 515 * 2**-24 * (x.abs() @ weight.abs().T)
+    else:
+        integers, scale = quantise_inputs(x)
+        sums = integers.long() @ stored.stored.long().T
+        exact = sums * scale.double() * stored.scale.double()
+        bound = 4 * 2**-24 * exact.abs()
+    assert ((found - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_int8_inputs_that_are_not_finite(value):
+    x = torch.ones(3, 20)
+    x[1, 7] = value
+    stored = matrix(torch.ones(5, 20), "int8")
+    for y in (KERNELS.gemm(stored, x), stored(x)):
+        assert y[1].isnan().all()
+        torch.testing.assert_close(y[[0, 2]], torch.full((2, 5), 20.0))
+
+
+def test_a_field_added_on_one_side_is_an_error(monkeypatch):
+    class Longer(kernels_module.ctypes.Structure):
+        _fields_ = (*kernels_module.PassFields._fields_, ("more", kernels_module.c_int64))
+
+    monkeypatch.setitem(kernels_module.STRUCTURES, "Pass", Longer)
+    with pytest.raises(RuntimeError, match="differs between Python and C"):
+        Kernels()
 
 
 def test_a_transformer_too():

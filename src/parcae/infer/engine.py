@@ -69,7 +69,8 @@ class Engine:
         `weights`: storage format of matrices: "float32", "int8" or "bfloat16".
 
         `layers`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
-        "torch" uses PyTorch only; "auto" uses C++ if it is available and supports the model.
+        "torch" uses PyTorch only; "auto" uses the faster one, measured when a size of pass is first
+        met, and remembered.
 
         `rows`: the largest number of requests decoded together; others wait.
 

@@ -357,7 +357,7 @@ class FoldedModel:
         """All tables and matrices."""
         mix = [] if isinstance(self.mix, LinearMix) else self.mix.injection.parameters()
         tables = (self.embedding, self.unembedding, *self.value_tables.values())
-        return [*tables, *(one.stored for one in self.matrices), *mix]
+        return [*tables, *(part for one in self.matrices for part in one.tensors), *mix]
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:

@@ -11,7 +11,8 @@ call one by one:
     network.logits(x)
 
 `NativeNetwork` (native/network.py) runs passes of a few tokens on a CPU in one call of C++, and
-`AutoNetwork` gives each pass to one of the two.
+`AutoNetwork` gives each pass to one of the two: with `layers="auto"` to the faster one, measured
+when a size of pass is first met (native/choice.py).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.config import require
-from parcae.infer.batch import Batch, PassOutput
+from parcae.infer.batch import Batch, PassOutput, Span
 from parcae.infer.cache import Cache
 from parcae.infer.exit import ExitMonitor, ExitRule
 from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
+from parcae.infer.native.choice import Passes
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
 from parcae.infer.quantise import WEIGHTS, Weights
@@ -255,13 +257,19 @@ class _LoopingSpans:
 
 
 class AutoNetwork:
-    """Passes that C++ can run, in C++; others in PyTorch."""
-
-    name = "C++"
+    """Passes that C++ can run, in C++, if that is faster or not measured; others in PyTorch."""
 
     def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
         self.native, self.torch = NativeNetwork(model, kernels), TorchNetwork(model)
+        shape = f"{model.config}, {model.weights}"
+        self._choices = kernels.choices(shape) if kernels.measured else None
+
+    @property
+    def name(self) -> str:
+        """What decodes a single text."""
+        native = f"C++ ({self.kernels.target})"
+        return native if self._prefers_native(1) else f"PyTorch, measured faster than {native}"
 
     @cached_property
     def drafter(self) -> AutoNetwork:
@@ -280,7 +288,25 @@ class AutoNetwork:
 
     def choose(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> Network:
         """The network that runs a pass."""
-        return self.native if self.native.supports(batch, exits) else self.torch
+        is_native = self.native.supports(batch, exits) and self._prefers_native(len(batch))
+        return self.native if is_native else self.torch
+
+    def _prefers_native(self, tokens: int) -> bool:
+        return self._choices is None or self._choices.prefers_native(tokens, self._passes)
+
+    def _passes(self, tokens: int) -> Passes:
+        """Passes with one loop in C++ and in PyTorch, for time measurements."""
+        position = min(64, self.model.config.context_length - 1)
+        cache = self.model.cache()
+        cache.reserve(tokens, position + 1, 1)
+        for part in (cache.outer, cache.core):
+            part.zero_()
+        spans = [Span(row, position) for row in range(tokens)]
+        batch, loops = Batch(spans, [0] * tokens, self.model.device), [1] * tokens
+        return (
+            lambda: self.native.forward(batch, cache, loops),
+            lambda: self.torch.forward(batch, cache, loops),
+        )
 
     def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
         return True
@@ -327,7 +353,7 @@ def available_kernels(layers: Layers, weights: Weights, device: torch.device) ->
     reason = "'native' needs float32 or int8 weights on a CPU"
     require(fits, "layers", reason, "Use layers='auto'.")
     try:
-        return Kernels()
+        return Kernels(measured=layers == "auto")
     except KernelsUnavailable as problem:
         remedy = "Use layers='torch'."
         require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)

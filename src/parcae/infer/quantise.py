@@ -32,6 +32,11 @@ class Matrix(ABC):
     panels: Tensor | None = None
     """The same weights in the order in which the C++ kernels read them."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The weights in memory, once or twice."""
+        return [self.stored] if self.panels is None else [self.stored, self.panels]
+
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """x W^T, from [N, in] to [N, out]."""

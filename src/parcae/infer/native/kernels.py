@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from parcae.files import atomic_path
+from parcae.infer.native.choice import Choices
 from parcae.infer.quantise import CACHE_LINE, Matrix
 
 SOURCE = Path(__file__).with_name("pass.cpp")
@@ -133,7 +134,10 @@ def _check_structures(library: ctypes.CDLL) -> None:
 class Kernels:
     """The functions of the library. KernelsUnavailable if it cannot be compiled."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured: bool = False) -> None:
+        """`measured`: run only those passes in C++ that take less time than in PyTorch. With the
+        environment variable PARCAE_NATIVE=1 all run in C++."""
+        self.measured = measured and os.environ.get("PARCAE_NATIVE") != "1"
         library = _load()
         if isinstance(library, KernelsUnavailable):
             raise library
@@ -156,9 +160,15 @@ class Kernels:
             *(c_void_p, c_void_p, c_void_p, c_int64),
         )
         self._gemm.restype = None
+        self._name = Path(library._name).name
         library.parcae_target.restype = c_char_p
         self.target: str = library.parcae_target().decode()
         """The vector instructions and the kind of threads the library was compiled for."""
+
+    def choices(self, shape: str) -> Choices:
+        """What was found to be faster on this machine for models of a shape."""
+        machine = (_cpu(), self._name, torch.__version__, torch.get_num_threads())
+        return Choices("\n".join(map(str, machine)), shape, cache_folder())
 
     def run(self, model: ModelFields, fields: PassFields) -> None:
         """Run a pass."""

@@ -1,0 +1,102 @@
+"""The faster of C++ and PyTorch is measured once per shape and size, and remembered."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from conftest import KINDS, randomised
+from oracles import GreedyEngine as Engine
+from parcae.infer.native import choice
+from parcae.infer.native.choice import Choices
+from parcae.infer.native.kernels import Kernels, KernelsUnavailable
+
+
+def passes(native: float, plain: float, sizes: list[int]):
+    """Passes that take so many seconds; the sizes asked for are recorded."""
+
+    def of(size: int):
+        sizes.append(size)
+        return lambda: time.sleep(native), lambda: time.sleep(plain)
+
+    return of
+
+
+@pytest.mark.parametrize(("native", "plain", "expected"), [(0, 0.004, True), (0.004, 0, False)])
+def test_the_faster_one_wins_and_is_remembered(native, plain, expected, tmp_path):
+    measured: list[int] = []
+    choices = Choices("cpu", "shape", tmp_path)
+    for tokens in (1, 3, 4, 3, 1):
+        assert choices.prefers_native(tokens, passes(native, plain, measured)) is expected
+    assert measured == [1, 4], "once per power of two"
+    again = Choices("cpu", "shape", tmp_path)
+    assert again.prefers_native(4, passes(plain, native, measured)) is expected
+    assert measured == [1, 4], "from the file"
+    for machine, shape in (("other", "shape"), ("cpu", "other")):
+        Choices(machine, shape, tmp_path).prefers_native(4, passes(plain, native, measured))
+    assert measured == [1, 4, 4, 4]
+
+
+def test_a_tie_goes_to_cpp(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(choice.time, "perf_counter", lambda: float(next(clock)))
+    assert choice.native_is_faster(lambda: None, lambda: None)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"x": 1}', '{"x": {"1": "yes"}}', "\0"])
+def test_a_damaged_file_is_measured_again(content, tmp_path):
+    measured: list[int] = []
+    Choices("cpu", "shape", tmp_path).prefers_native(1, passes(0, 0.004, measured))
+    (path,) = tmp_path.iterdir()
+    path.write_text(content)
+    Choices("cpu", "shape", tmp_path).prefers_native(1, passes(0, 0.004, measured))
+    assert measured == [1, 1]
+    assert list(json.loads(path.read_text()).values()) == [{"1": True}]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    measured: list[int] = []
+    choices = Choices("cpu", "shape", tmp_path / "file" / "folder")
+    for _ in range(2):
+        assert choices.prefers_native(1, passes(0, 0.004, measured))
+    assert measured == [1], "kept in the process"
+
+
+def test_two_processes_keep_what_both_measured(tmp_path):
+    first, second = Choices("cpu", "a", tmp_path), Choices("cpu", "b", tmp_path)
+    first.prefers_native(1, passes(0, 0.004, []))
+    second.prefers_native(2, passes(0, 0.004, []))
+    measured: list[int] = []
+    for shape, tokens in (("a", 1), ("b", 2)):
+        Choices("cpu", shape, tmp_path).prefers_native(tokens, passes(0, 0, measured))
+    assert measured == []
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
+    try:
+        Kernels()
+    except KernelsUnavailable as problem:
+        pytest.skip(f"the C++ layers cannot be built here: {problem}")
+    model = randomised(KINDS["parcae"])
+    expected = Engine(model, layers="torch").generate([3, 5], new_tokens=4).tokens
+    monkeypatch.delenv("PARCAE_NATIVE")
+    monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+    measured = []
+
+    def is_faster(*functions):
+        for function in functions:
+            function()
+        measured.append(functions)
+        return native
+
+    monkeypatch.setattr(choice, "native_is_faster", is_faster)
+    engine = Engine(model)
+    assert engine.generate([3, 5], new_tokens=4).tokens == expected
+    assert len(measured) == 2, "the prompt of two tokens, and single tokens"
+    assert engine.network.name.startswith("C++" if native else "PyTorch")
+    Engine(model, layers="native").generate([3, 5], new_tokens=4)
+    assert len(measured) == 2, "forced: not measured"
