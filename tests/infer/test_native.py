@@ -237,7 +237,7 @@ def test_a_transformer_too():
 def test_who_wants_none_gets_none(monkeypatch):
     model = randomised(KINDS["parcae"])
     assert isinstance(Engine(model, layers="torch").network, TorchNetwork)
-    assert Engine(model, layers="auto").network.name == "C++"
+    assert Engine(model, layers="auto").network.name.startswith("C++")
     assert isinstance(Engine(model, weights="bfloat16").network, TorchNetwork)
     with pytest.raises(ConfigError, match="float32 or int8"):
         Engine(model, layers="native", weights="bfloat16")
