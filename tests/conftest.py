@@ -18,6 +18,29 @@ pytest_plugins = ["evaluation_fixtures"]
 os.environ.setdefault("PARCAE_NATIVE", "1")
 torch.set_num_threads(min(2, torch.get_num_threads()))
 
+TESTS = Path(__file__).parent
+LONGEST = (
+    "system/test_docs.py",
+    "training/test_resume.py",
+    "model/test_compile.py",
+    "training/test_cost.py",
+    "sweeps/test_sweep_on_slurm.py",
+    "system/test_torchrun.py",
+    "system/test_slurm.py",
+    "sweeps/test_sweep_runs.py",
+)
+"""The files of the longest tests."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests: one of them at the end would leave the other worker idle."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(TESTS).as_posix()
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=place)
+
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:

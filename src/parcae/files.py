@@ -12,6 +12,8 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from parcae.machine import flush as flush
+
 CHUNK_BYTES = 1 << 20
 
 
@@ -179,12 +181,3 @@ def _owner(lock: Path) -> str:
     except OSError:
         return ""
     return f" ({owner})" if owner else ""
-
-
-def flush(path: Path) -> None:
-    """Force a file's content, or a folder's list of names, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

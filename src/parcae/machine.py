@@ -1,4 +1,7 @@
-"""The machine and the process: free memory, the C library's allocator, stop signals."""
+"""The machine and the process: memory, cores, the C library's allocator, signals, the disk.
+
+All that differs between Linux, macOS and Windows is here, with a fallback where a call is missing.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def keep_freed_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, TypeError):  # TypeError: on Windows
         return False
     settings = {
         M_MMAP_THRESHOLD: LARGEST_HEAP_BLOCK,
@@ -101,6 +104,43 @@ def keep_freed_memory() -> bool:
         M_TOP_PAD: 64 << 20,
     }
     return all(mallopt(name, value) == 1 for name, value in settings.items())
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def cores() -> int:
+    """The cores that this process may use; all of the machine's where that is unknown."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def end_with_parent() -> bool:
+    """Receive SIGTERM when the parent process dies, even if it is killed. False if not on Linux."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):
+        return False
+    return prctl(PR_SET_PDEATHSIG, signal.SIGTERM) == 0
+
+
+def ignore_signal(name: str) -> None:
+    """Ignore a signal, such as SIGUSR2, where the system has it."""
+    if hasattr(signal, name):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
+def flush(path: Path) -> None:
+    """Force a file's content, or a folder's list of names, to disk."""
+    windows = os.name == "nt"
+    if windows and path.is_dir():  # it has no such call for folders
+        return
+    descriptor = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class StopSignals:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import warnings
 
@@ -13,19 +15,72 @@ from safetensors.torch import load_file, save_file
 import parcae
 from parcae.files import FileError
 from parcae.infer import reference
+from parcae.model import release
 from parcae.model.release import our_name
 
 LOOPED = ("parcae-tiny", "rdm-prenorm-tiny")
+RELEASED = (*LOOPED, "gpt-tiny") if os.environ.get("PARCAE_TEST_DATA") else ()
+HEADER = {
+    "_class_name": "ParcaeConfig",
+    "block_size": 64,
+    "n_embd": 48,
+    "intermediate_size": 192,
+    "num_attention_heads": 3,
+    "vocab_size": 256,
+    "qk_norm": True,
+    "prelude_norm": True,
+    "tie_embeddings": True,
+    "injection_type": "diagonal",
+    "n_layers_in_prelude": 2,
+    "n_layers_in_recurrent_block": 2,
+    "n_layers_in_coda": 2,
+    "recurrent_embedding_dimension": 48,
+    "recurrent_intermediation_embedding_dimension": 192,
+    "sampling_scheme": "poisson-truncated-full",
+    "mean_recurrence": 8,
+    "mean_backprop_depth": 4,
+    "recurrent_iteration_method": "per-sequence",
+    "state_init": "zero",
+}
 
 
-@pytest.fixture(params=[*LOOPED, "gpt-tiny"])
-def fixture(request, shared_data):
-    folder = shared_data / "fixtures" / request.param
-    return request.param, folder, load_file(folder / "golden.safetensors")
+def release_name(name: str) -> str:
+    """The inverse of `our_name`."""
+    singles = {ours: key for key, ours in release._SINGLE.items()}
+    singles["coda.norm.weight"] = "transformer.ln_f.weight"
+    if name in singles:
+        return singles[name]
+    if match := re.fullmatch(r"value_tables\.(\d+)\.weight", name):
+        return f"value_embeds.{match[1]}.weight"
+    match = re.fullmatch(r"(.+)\.(\d+)\.((?:norm|attn|mlp).+)\.weight", name)
+    assert match is not None, name
+    stacks, parts = ({v: k for k, v in t.items()} for t in (release._STACK, release._BLOCK))
+    return f"transformer.{stacks[match[1]]}.{match[2]}.{parts[match[3]]}.weight"
 
 
-def test_logits_loss_and_every_gradient(fixture):
-    name, folder, golden = fixture
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory):
+    """A model of ours in the release's format, for what needs the format and no golden outputs."""
+    folder = tmp_path_factory.mktemp("release")
+    config = release._translate(HEADER, {"value_tables.1.weight": torch.empty(0)}, (1, 3, 5))
+    weights = {release_name(k): v.clone() for k, v in parcae.create(config).state_dict().items()}
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    (folder / "config.json").write_text(json.dumps(HEADER))
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder
+
+
+@pytest.fixture(params=["synthetic", *RELEASED])
+def any_release(request):
+    if request.param == "synthetic":
+        return request.getfixturevalue("synthetic")
+    return request.getfixturevalue("shared_data") / "fixtures" / request.param
+
+
+@pytest.mark.parametrize("name", [*LOOPED, "gpt-tiny"])
+def test_logits_loss_and_every_gradient(name, shared_data):
+    folder = shared_data / "fixtures" / name
+    golden = load_file(folder / "golden.safetensors")
     model = parcae.load(folder)
     tokens = golden["input_ids"]
     with torch.no_grad():
@@ -61,8 +116,8 @@ def weights_of(folder):
     return torch.load(folder / "pytorch_model.bin", weights_only=True)
 
 
-def test_reads_safetensors_too(fixture, tmp_path):
-    _name, folder, _golden = fixture
+def test_reads_safetensors_too(any_release, tmp_path):
+    folder = any_release
     target = copy(folder, tmp_path)
     weights = {k: v.clone() for k, v in weights_of(folder).items()}
     (target / "pytorch_model.bin").unlink()
@@ -72,8 +127,8 @@ def test_reads_safetensors_too(fixture, tmp_path):
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-def test_missing_and_left_over_keys_are_errors(fixture, tmp_path):
-    _name, folder, _ = fixture
+def test_missing_and_left_over_keys_are_errors(any_release, tmp_path):
+    folder = any_release
     target = copy(folder, tmp_path)
     weights = weights_of(folder)
     removed = next(k for k in weights if k.endswith("mlp.proj.weight"))
@@ -91,8 +146,8 @@ def test_missing_and_left_over_keys_are_errors(fixture, tmp_path):
         parcae.load(target)
 
 
-def test_untied_head_that_claims_to_be_tied_is_an_error(fixture, tmp_path):
-    _, folder, _ = fixture
+def test_untied_head_that_claims_to_be_tied_is_an_error(any_release, tmp_path):
+    folder = any_release
     target = copy(folder, tmp_path)
     weights = weights_of(folder)
     torch.save(
@@ -114,20 +169,20 @@ def test_untied_head_that_claims_to_be_tied_is_an_error(fixture, tmp_path):
         ("state_init", "unit"),
     ],
 )
-def test_settings_we_do_not_implement_are_errors(shared_data, tmp_path, key, value):
-    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+def test_settings_we_do_not_implement_are_errors(synthetic, tmp_path, key, value):
+    target = copy(synthetic, tmp_path)
     header = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**header, key: value}))
     with pytest.raises(FileError, match=key):
         parcae.load(target)
 
 
-def test_a_pickle_that_runs_code_is_refused(shared_data, tmp_path):
+def test_a_pickle_that_runs_code_is_refused(synthetic, tmp_path):
     class Attack:
         def __reduce__(self):
             return (print, ("arbitrary code",))
 
-    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+    target = copy(synthetic, tmp_path)
     torch.save({"transformer.wte.weight": Attack()}, target / "pytorch_model.bin")
     with pytest.raises(FileError, match="plain tensors"):
         parcae.load(target)
@@ -138,10 +193,10 @@ LAYOUTS = [(2, 2, 2), (1, 1, 1), (3, 1, 2), (2, 3, 2), (0, 2, 0), (1, 4, 1)]
 
 @pytest.mark.parametrize("layers", LAYOUTS)
 @pytest.mark.parametrize(("mean", "backprop"), [(8, 4), (5, 3)])
-def test_every_placement_of_the_loop(shared_data, tmp_path, layers, mean, backprop):
+def test_every_placement_of_the_loop(synthetic, tmp_path, layers, mean, backprop):
     """The release numbers layers differently for tables and gates; what lacks its other half is
     dead there. Build such a file from the fixture's tensors, and compare with the live parts."""
-    target = copy(shared_data / "fixtures" / "parcae-tiny", tmp_path)
+    target = copy(synthetic, tmp_path)
     header = json.loads((target / "config.json").read_text())
     names = ("n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda")
     header |= dict(zip(names, layers, strict=True))
@@ -179,8 +234,8 @@ def test_every_placement_of_the_loop(shared_data, tmp_path, layers, mean, backpr
     assert torch.allclose(ours, oracle, atol=1e-4)
 
 
-def test_readout_and_tables_are_not_optional(shared_data, tmp_path):
-    folder = shared_data / "fixtures" / "parcae-tiny"
+def test_readout_and_tables_are_not_optional(synthetic, tmp_path):
+    folder = synthetic
     target = copy(folder, tmp_path)
     for gone in ("transformer.C.weight", "value_embeds"):
         kept = {k: v for k, v in weights_of(folder).items() if not k.startswith(gone)}

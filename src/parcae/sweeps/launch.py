@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from parcae.files import writing
+from parcae.machine import cores
 from parcae.runs import FINAL_STATUSES, read_result, read_status
 from parcae.sweeps.worker import RunRequest, command
 
@@ -156,13 +157,7 @@ def last_line(log: Path) -> str:
 def threads_per_worker(workers: int) -> int:
     """OMP_NUM_THREADS if it is set, else an even share of the cores."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) > 0 else max(1, _cores() // workers)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return int(given) if given.isdigit() and int(given) > 0 else max(1, cores() // workers)
 
 
 def visible_devices() -> list[str]:

@@ -8,10 +8,7 @@ Imports little: torch is loaded only once the process has been replaced.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parcae.files import FileError, InUseError, exclusive
+from parcae.machine import end_with_parent, ignore_signal
 from parcae.runs import FINAL_STATUSES, read_status
 
-PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.5
 
 
@@ -45,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     parent, processes, recipe, run = int(argv[0]), int(argv[1]), Path(argv[2]), Path(argv[3])
     _end_with(parent)
     # Slurm sends its warning of a time limit to every process of a job; the launcher handles it.
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    ignore_signal("SIGUSR2")
     try:
         wait_until_free(run)
     except FileError as error:
@@ -73,8 +70,7 @@ def wait_until_free(run: Path) -> None:
 
 def _end_with(parent: int) -> None:
     """Receive SIGTERM when the launcher dies, even if it is killed (Linux only)."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
     if os.getppid() != parent:
         sys.exit("the sweep ended before this run started")
 
