@@ -6,6 +6,7 @@ opens the shards, so that every process and a resumed run read the same bytes.
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, Loader, LoaderConfig, Source
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
-from parcae.data.sources import SPLITS, ReadOptions, digest_files, find_files
+from parcae.data.sources import BUILTIN, SPLITS, ReadOptions, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.evaluation.loss import held_out_batches, with_held_out_rows
@@ -141,15 +142,12 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
         if source == folder:
             _check_tokenizer(folder, tokenizer)
         elif not (_has_trained(run) and (folder / MANIFEST).exists()):
-            try:
-                _tokenise(str(source), tokenizer, recipe, folder, report)
-            except FileError as error:
-                if not _has_trained(run):
-                    raise
+            if _has_trained(run) and str(source) != BUILTIN and not glob.glob(str(source)):
                 raise FileError(
-                    f"{error} If the data of this run was moved, give its new path by "
-                    "--data.sources."
-                ) from None
+                    f"data.sources: {source}: no such file or folder, and the run has no copy of "
+                    "its tokens. If it was moved, give its new path by --data.sources."
+                )
+            _tokenise(str(source), tokenizer, recipe, folder, report)
 
 
 def open_corpora(recipe: Recipe, run: Path) -> Corpora:

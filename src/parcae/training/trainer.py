@@ -375,7 +375,8 @@ class Trainer:
         if not learner.can_validate:
             self.display.print(
                 "The held-out documents do not fill a row, so there is no validation. Increase "
-                "data.validation_fraction."
+                "data.validation_fraction; a text file is one document unless data.separator "
+                "splits it."
             )
 
     def _print_data_use(self) -> None:
