@@ -1,4 +1,12 @@
-"""The models: blocks, injection, depth, loop, and their weights on disk."""
+"""The models: what a looped model and its baselines are made of, and their weights on disk.
+
+frame        `LanguageModel`, the base class: embedding, head, loss
+looped       prelude, loop, coda               transformer   the baseline without a loop
+blocks       attention, MLP, norms             injection     how e enters each loop
+depth        samplers of the number of loops   init          initial values
+flops        parameters and FLOPs
+store        model folders                     release       checkpoints of the reference release
+"""
 
 from __future__ import annotations
 

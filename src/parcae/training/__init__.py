@@ -6,7 +6,7 @@ trainer             the training loop: steps, validation, checkpoints, logging
 learner             model, optimiser and data: one optimiser step, one validation
 optim, muon, adamw_atan2        optimisers
 schedule            length of a run, learning rates over it
-corpora             data of a run
+corpora, data_use   data of a run; what it uses of it
 distributed         devices and processes: one, DDP, FSDP2
 checkpoint_writer   writing checkpoints and reading them back
 log, telemetry, guard           measurements, progress display, divergence
