@@ -12,6 +12,7 @@ import pytest
 import parcae
 from parcae import cli
 from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.compare import compare_evaluations
 from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.run import evaluate
 from parcae.training import trainer
@@ -97,7 +98,7 @@ def test_another_limit_has_other_items(run, tmp_path):
 
 def test_depths_of_a_run_are_compared(run, tmp_path):
     found = held_out(run, tmp_path, "--limit", "18", "--loops", "1,3")["by_loops"]
-    (text,) = parcae.compare(tmp_path, tmp_path, (1, 3)).table()
+    (text,) = compare_evaluations(tmp_path, tmp_path, (1, 3)).table()
     assert (text["task"], text["metric"], text["items"]) == ("val", "nats per byte", 3)
     nats = {t: found[t]["bits_per_byte"] * math.log(2) for t in ("1", "3")}
     assert text["a"] == pytest.approx(nats["1"])
@@ -123,7 +124,7 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
     expected = evaluate(run, val_data=records, loops=(1,)).suites["val"]
     assert separated["by_loops"] == expected["by_loops"]
     assert separated["by_loops"] != whole["by_loops"]
-    (row,) = parcae.compare(out, out, (1, 1)).table()
+    (row,) = compare_evaluations(out, out, (1, 1)).table()
     assert row["items"] >= 3
 
 

@@ -9,6 +9,7 @@ import pytest
 import parcae
 from parcae.config import ConfigError
 from parcae.evaluation import tables
+from parcae.evaluation.compare import compare_evaluations
 from parcae.evaluation.suites import SUITES
 
 OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}
@@ -64,7 +65,7 @@ def test_the_table_has_a_row_for_each_metric(result):
 
 
 def test_results_in_memory_are_compared(result):
-    comparison = parcae.compare(result, result, (1, 2))
+    comparison = compare_evaluations(result, result, (1, 2))
     assert comparison.only_in_one == {}
     rows = {(row["task"], row["metric"]): row for row in comparison.table()}
     copa = rows["copa", "accuracy"]
@@ -72,7 +73,7 @@ def test_results_in_memory_are_compared(result):
     assert copa["difference"] == pytest.approx(copa["b"] - copa["a"])
     assert rows["wikitext", "nats per byte"]["p"] is None
     assert rows["lambada", "nats per word"]["items"] == 4
-    assert len(parcae.compare(result, result, "each").comparisons) == 2
+    assert len(compare_evaluations(result, result, "each").comparisons) == 2
 
 
 def test_progress_is_reported(small_model, small_tokenizer, task_folder):
