@@ -197,7 +197,12 @@ def test_several_runs_are_compared(tmp_path):
     assert "a/demo" in reader.text
     assert "b/demo" in reader.text
 
+    recipe = third / "recipe.toml"
+    recipe.write_text(
+        recipe.read_text() + '[start]\ncheckpoint = "<a>"\nsha256 = "0123456789abcdef"\n'
+    )
     content, reader = report(first, second, third, out=tmp_path / "three")
+    assert "<a> (sha256 0123456789ab)" in reader.text
     assert "3 runs compared" in reader.text
     assert "Transformer, 3 layers" in reader.text
     assert "model.architecture" in content.split("Differences between")[1]

@@ -103,6 +103,8 @@ def runs_table(runs: Sequence[Run]) -> str:
         return side_by_side(tables + _validation(runs[0]))
     (status, *cost), result = groups.values()
     columns = [status, *result, *cost, ["Model", *(describe_model(run) for run in runs)]]
+    if any(run.start for run in runs):
+        columns.append(["Starts from", *(run.start or NONE for run in runs)])
     rows = zip([run.name for run in runs], *(cells[1:] for cells in columns), strict=True)
     head = ["Run", *(cells[0] for cells in columns)]
     keys = [line_key(index) for index in range(len(runs))]
