@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
@@ -92,6 +94,24 @@ def randomised(config: ModelConfig, seed: int = 0) -> LanguageModel:
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+class NoHostSync(TorchDispatchMode):
+    """Fails where a value is read back from a tensor, and where an operator has an argument with
+    elements on another device than `device`."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.calls = device, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a value"
+        result = func(*args, **(kwargs or {}))
+        self.calls += 1
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, torch.Tensor) and x.ndim > 0:
+                assert x.device.type == self.device, f"{func}: {x.device}"
+        return result
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from parcae.infer import batch as batch_module
 from parcae.infer.batch import Batch, Span
 
 CPU = torch.device("cpu")
@@ -33,7 +34,10 @@ def draw(*shape: int) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("groups", [HEADS, GROUPS])
-def test_each_token_sees_its_row_up_to_itself(spans, groups):
+@pytest.mark.parametrize("padded", [False, True])
+def test_each_token_sees_its_row_up_to_itself(spans, groups, padded, monkeypatch):
+    """Span by span, and in one call with padding, as on an accelerator."""
+    monkeypatch.setattr(batch_module, "pads_attention", lambda device: padded)
     batch = Batch(spans, [0] * sum(span.count for span in spans), CPU)
     kv = draw(ROWS, ROOM, 2, groups, SIZE)
     q, k, v = (

@@ -3,6 +3,10 @@
 Tokens of all sequences are concatenated without padding. A `Span` is a run of consecutive tokens of
 one row of the cache; a `Batch` is all spans of a pass with their token ids. Keys and values of all
 tokens are written before any are read, so tokens of one pass attend to each other causally.
+
+On a CPU attention is computed span by span, as no span then pays for the length of another. On an
+accelerator it is one call for all spans, padded to the longest, with a mask: a call for each span
+would leave most of it idle.
 """
 
 from __future__ import annotations
@@ -90,6 +94,9 @@ class Batch:
 
     def write_kv(self, kv: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
         """Write the tokens' keys and values into `kv` [row, position, 2, K, E]."""
+        if pads_attention(self.device):
+            kv[self._row_tensor, self.position_tensor] = torch.stack((k_NKE, v_NKE), 1)
+            return
         if self._aligned_rows is not None:
             rows, span = self._aligned_rows, self.spans[0]
             target = kv[rows.start : rows.stop, span.first]
@@ -111,6 +118,11 @@ class Batch:
             seen = kv[rows.start : rows.stop, : self.spans[0].end]
             k, v = seen.permute(2, 0, 3, 1, 4).unbind()
             return _attend(q_NHE[:, :, None], k, v, None, False, scale)[:, :, 0]
+        if pads_attention(self.device):
+            k, v = self._seen_rows(kv).permute(2, 0, 3, 1, 4).unbind()
+            q = q_NHE[self._padding.tokens].transpose(1, 2)
+            y = _attend(q, k, v, self._padding.mask, False, scale)
+            return y.transpose(1, 2).flatten(0, 1)[self._padding.places]
         outputs, start = [], 0
         for span, mask in zip(self.spans, self._masks, strict=True):
             q = q_NHE[start : start + span.count].transpose(0, 1)
@@ -121,6 +133,22 @@ class Batch:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     @cached_property
+    def _row_tensor(self) -> Tensor:
+        """[N]"""
+        return torch.tensor(self.rows, device=self.device)
+
+    def _seen_rows(self, kv: Tensor) -> Tensor:
+        """The rows of the spans [B, S, 2, K, E], up to the last position that any attends to."""
+        rows, end = [span.row for span in self.spans], max(span.end for span in self.spans)
+        if rows == list(range(rows[0], rows[0] + len(rows))):
+            return kv[rows[0] : rows[0] + len(rows), :end]
+        return kv[torch.tensor(rows, device=self.device), :end]
+
+    @cached_property
+    def _padding(self) -> _Padding:
+        return _Padding.of(self.spans, self.device)
+
+    @cached_property
     def _masks(self) -> list[Tensor | None]:
         return [self._mask(span) for span in self.spans]
 
@@ -129,6 +157,36 @@ class Batch:
             return None
         keys = torch.arange(span.end, device=self.device)
         return keys <= keys[span.first :, None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Padding:
+    """The tokens of B spans as a table [B, n], n the length of the longest span."""
+
+    tokens: Tensor
+    """The index of the token at each place [B, n]; the span's first where there is none."""
+    places: Tensor
+    """The place of each token in the flattened table [N]."""
+    mask: Tensor
+    """Which positions each token attends to [B, 1, n, S]."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> _Padding:
+        counts = torch.tensor([span.count for span in spans])
+        firsts = torch.tensor([span.first for span in spans])
+        offsets = torch.arange(int(counts.max()))
+        valid = offsets < counts[:, None]
+        start = counts.cumsum(0) - counts
+        tokens = start[:, None] + offsets * valid
+        positions = firsts[:, None] + offsets * valid
+        keys = torch.arange(int((firsts + counts).max()))
+        mask = keys <= positions[:, None, :, None]
+        places = valid.flatten().nonzero()[:, 0]
+        return cls(tokens.to(device), places.to(device), mask.to(device))
+
+
+def pads_attention(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 @dataclass(frozen=True, eq=False)

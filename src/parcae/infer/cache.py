@@ -112,6 +112,9 @@ class Cache:
         """`max_bytes`: the largest size; the default is what memory allows."""
         self.layout, self.policy, self.dtype, self.device = layout, policy, dtype, device
         self.max_bytes = max_bytes
+        self.zeroed = device.type != "cpu"
+        """Whether memory is set to zero first. Attention with a mask reads positions that have not
+        been written, and what is not finite would remain so behind the mask."""
         self.clear()
 
     def clear(self) -> None:
@@ -195,6 +198,11 @@ class Cache:
         start = self.policy.slot(loop) * self.layout.core_layers
         return self._core_layers[start : start + self.layout.core_layers]
 
+    def clear_row(self, row: int) -> None:
+        """Set a row to zero."""
+        for kv in (self.outer, self.core):
+            kv[:, row] = 0
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of row `source` to row `target`."""
         if source != target:
@@ -213,4 +221,5 @@ class Cache:
 
     def _empty(self, shape: BlockShape, layers: int, rows: int, capacity: int) -> Tensor:
         full = (layers, rows, capacity, 2, shape.kv_heads, shape.head_dim)
-        return torch.empty(full, dtype=self.dtype, device=self.device)
+        allocate = torch.zeros if self.zeroed else torch.empty
+        return allocate(full, dtype=self.dtype, device=self.device)

@@ -33,12 +33,13 @@ from parcae.infer import DEFAULT_TEMPERATURE, decode
 from parcae.infer.cache import Policy
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
-from parcae.infer.network import Layers, open_network
+from parcae.infer.network import Layers, TorchNetwork, open_network
 from parcae.infer.quantise import Weights
 from parcae.infer.request import DepthPlan, Request, as_ids, check_whole
 from parcae.infer.rows import Rows
-from parcae.infer.sampling import Sampling
+from parcae.infer.sampling import Sampling, noise, noise_of_device
 from parcae.infer.sequence import Completion, Piece, RunningSequence
+from parcae.infer.static import StaticDecoder
 from parcae.model.frame import LanguageModel
 from parcae.runs import Checkpoint, open_checkpoint
 
@@ -59,6 +60,7 @@ class Engine:
         layers: Layers = "auto",
         rows: int = 16,
         reuse_prefixes: bool = True,
+        compile: bool = False,
         prefill_tokens: int | None = None,
         max_cache_bytes: int | None = None,
     ) -> None:
@@ -69,8 +71,14 @@ class Engine:
         `weights`: storage format of matrices: "float32", "int8" or "bfloat16".
 
         `layers`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
-        "torch" uses PyTorch only; "auto" uses the faster one, measured when a size of pass is first
-        met, and remembered.
+        "torch" uses PyTorch only; "static" is PyTorch as accelerators like it: steps of fixed
+        shapes with sampling on the device, and a look at the tokens after every eighth. "auto" is
+        "static" on an accelerator; on a CPU it uses the faster of C++ and PyTorch, measured when a
+        size of pass is first met, and remembered.
+
+        `compile`: compile the steps of "static" layers, with CUDA graphs on CUDA, which takes a
+        minute for every number of loops and of rows. The cache is then allocated at once for all
+        rows and the whole context.
 
         `rows`: the largest number of requests decoded together; others wait.
 
@@ -94,9 +102,16 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         self.tokenizer = tokenizer
         self.config = model.config
+        if layers == "auto" and model.device.type != "cpu":
+            layers = "static"
+        remedy = "Use layers='static', or compile=False."
+        require(layers == "static" or not compile, "compile", f"not of {layers!r} layers", remedy)
         self.network = open_network(model, weights, layers)
         self.cache = self.network.model.cache(cache, max_cache_bytes)
-        self.rows = Rows(self.cache, rows, reuse_prefixes)
+        self.rows = Rows(self.cache, rows, reuse_prefixes, at_once=compile)
+        self.static: StaticDecoder | None = None
+        if layers == "static" and isinstance(self.network, TorchNetwork):
+            self.static = StaticDecoder(self.network, self.cache, compile)
         self._lock = RLock()
         """Threads may submit, step and cancel concurrently; steps run one at a time."""
         self._waiting: deque[RunningSequence] = deque()
@@ -234,7 +249,8 @@ class Engine:
 
     def _submit(self, requests: Sequence[Request]) -> list[RunningSequence]:
         context = self.config.context_length
-        sequences = [RunningSequence(request, self.tokenizer, context) for request in requests]
+        draw = noise if self.static is None else noise_of_device
+        sequences = [RunningSequence(r, self.tokenizer, context, draw) for r in requests]
         with self._lock:
             self.rows.reserve(requests, len(self._running) + len(self._waiting))
             self._waiting.extend(sequences)
@@ -293,7 +309,7 @@ class Engine:
             part = reading[: len(ends)]
             if left is not None:
                 left -= sum(ends) - sum(s.computed for s in part)
-            self._run(decode.read_prompts, part, ends)
+            self._run(part, decode.read_prompts, self.network, self.cache, part, ends)
 
     def _ends(self, reading: Sequence[RunningSequence], limit: int | None) -> list[int]:
         """Up to where to read the first prompts, with at most `limit` tokens together."""
@@ -312,17 +328,24 @@ class Engine:
 
     def _decode(self, sequences: Sequence[RunningSequence]) -> None:
         sequences = sorted(sequences, key=lambda s: s.row)
+        if self.static is not None:
+            static = [s for s in sequences if self.static.supports(s.request)]
+            sequences = [s for s in sequences if s not in static]
+            if static:
+                self._run(static, self.static.decode, static)
         for plan in {s.request.plan for s in sequences if s.request.plan.draft_loops}:
-            self._run(decode.speculate, [s for s in sequences if s.request.plan == plan])
+            group = [s for s in sequences if s.request.plan == plan]
+            self._run(group, decode.speculate, self.network, self.cache, group)
         plain = [s for s in sequences if not s.request.plan.draft_loops]
         if plain:
-            self._run(decode.decode, plain)
+            self._run(plain, decode.decode, self.network, self.cache, plain)
 
     def _run(
-        self, function: Callable[..., None], sequences: Sequence[RunningSequence], *rest: Any
+        self, sequences: Sequence[RunningSequence], function: Callable[..., None], *arguments: Any
     ) -> None:
+        """Call a function that computes these sequences; they fail if it does."""
         try:
-            function(self.network, self.cache, sequences, *rest)
+            function(*arguments)
         except Exception as error:
             for sequence in sequences:
                 sequence.fail(error)

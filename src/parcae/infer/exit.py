@@ -198,7 +198,7 @@ class ExitMonitor:
         """Log-probabilities: over the vocabulary the first time, then over the candidates."""
         if self._candidates is not None:
             rows = self.unembedding[self._candidates].float()
-            return torch.einsum("nd,ncd->nc", x, rows).log_softmax(-1)
+            return torch.einsum("nd,ncd->nc", x.float(), rows).log_softmax(-1)
         logits = self.head(x)
         count = compared_tokens(logits.shape[-1])
         if count == logits.shape[-1]:

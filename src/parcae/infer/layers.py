@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from parcae.config import BlockShape, ModelConfig
 from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.quantise import Matrix, Weights, aligned, matrix, to_int8
+from parcae.infer.quantise import FloatMatrix, Matrix, Weights, aligned, matrix, to_int8
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
 from parcae.model.frame import LanguageModel
 from parcae.model.injection import (
@@ -51,6 +51,8 @@ class UnitNorm:
         self.floor = torch.tensor(math.sqrt(width * eps), device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:  # the length in full precision
+            return self(x.float()).to(x.dtype)
         return x / torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), self.floor)
 
     def fold(self, weight: Tensor, scale: Tensor) -> Tensor:
@@ -66,9 +68,9 @@ class ScaledNorm:
     scale: Tensor
 
     @classmethod
-    def of(cls, scale: Tensor, eps: float) -> ScaledNorm:
-        scale = scale.detach().float()
-        return cls(UnitNorm(len(scale), eps, scale.device), scale * math.sqrt(len(scale)))
+    def of(cls, scale: Tensor, eps: float, dtype: torch.dtype) -> ScaledNorm:
+        unit = UnitNorm(len(scale), eps, scale.device)
+        return cls(unit, (scale.detach().float() * math.sqrt(len(scale))).to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.unit(x) * self.scale
@@ -91,7 +93,7 @@ class Layer:
     """The norms after attention and MLP, in models that normalise the residual."""
 
     @classmethod
-    def of(cls, block: Block, prepare: Prepare) -> Layer:
+    def of(cls, block: Block, prepare: Prepare, dtype: torch.dtype) -> Layer:
         attention, mlp, shape = block.attn, block.mlp, block.attn.shape
         device, eps = attention.q.weight.device, block.norm_attn.eps or 0.0
         norm = UnitNorm(shape.width, eps, device)
@@ -103,8 +105,8 @@ class Layer:
         after = None
         if block.norm_after_attn is not None and block.norm_after_mlp is not None:
             after = (
-                ScaledNorm.of(block.norm_after_attn.weight, eps),
-                ScaledNorm.of(block.norm_after_mlp.weight, eps),
+                ScaledNorm.of(block.norm_after_attn.weight, eps, dtype),
+                ScaledNorm.of(block.norm_after_mlp.weight, eps, dtype),
             )
         return cls(
             shape=shape,
@@ -165,7 +167,13 @@ class Layer:
 
 def rotate(x: Tensor, phases: Tensor) -> Tensor:
     """Rotary embedding: the pairs (2i, 2i + 1) of concatenated heads [N, HE], as complex numbers,
-    times the phases [N, 1, E/2] of their positions. Returns [N, H, E]."""
+    times the phases of their positions [N, 1, E/2], or [N, 1, E/2, 2] as real numbers, which
+    compilers and other types than float32 need. Returns [N, H, E]."""
+    if not phases.is_complex():
+        real, imaginary = x.float().unflatten(1, (-1, phases.shape[-2], 2)).unbind(-1)
+        cos, sin = phases.unbind(-1)
+        turned = (real * cos - imaginary * sin, real * sin + imaginary * cos)
+        return torch.stack(turned, -1).flatten(-2).to(x.dtype)
     pairs = x.view(torch.complex64).unflatten(1, (-1, phases.shape[-1]))
     return (pairs * phases).view(torch.float32)
 
@@ -207,11 +215,14 @@ class LinearMix:
 
 
 class ModuleMix:
-    """Any other injection, through its methods `prepare` and `mix`, in float32."""
+    """Any other injection, through its methods `prepare` and `mix`."""
 
-    def __init__(self, injection: Injection, width: int, device: torch.device) -> None:
-        self.injection = deepcopy(injection).float().requires_grad_(False).eval()
-        self.transition = self.injection.prepare(torch.zeros(1, 1, width, device=device))[0]
+    def __init__(
+        self, injection: Injection, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.injection = deepcopy(injection).to(dtype).requires_grad_(False).eval()
+        zeros = torch.zeros(1, 1, width, dtype=dtype, device=device)
+        self.transition = self.injection.prepare(zeros)[0]
 
     def drive(self, e: Tensor) -> Tensor:
         return self.injection.prepare(e[None])[1][0]
@@ -221,18 +232,22 @@ class ModuleMix:
 
 
 def _mix(
-    injection: Injection, prepare: Prepare, width: int, device: torch.device
+    injection: Injection,
+    prepare: Prepare,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LinearMix | ModuleMix:
     """Built-in injections as matrices, others (and subclasses of these) as modules."""
     if type(injection) is AdditionInjection:
         return LinearMix(None)
     if type(injection) is DiagonalInjection:
         into = prepare(injection.input_matrix())
-        return LinearMix(into, decay=injection.decay().detach().contiguous())
+        return LinearMix(into, decay=injection.decay().detach().to(dtype).contiguous())
     if type(injection) is ConcatenationInjection:
         into = prepare(injection.input_matrix())
         return LinearMix(into, transition=prepare(injection.transition_matrix()))
-    return ModuleMix(injection, width, device)
+    return ModuleMix(injection, width, dtype, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,9 +259,11 @@ class FoldedModel:
     """The format of the matrices."""
     layout: Layout
     device: torch.device
+    dtype: torch.dtype
+    """Of activations, tables and the cache."""
     embedding: Tensor
     unembedding: Tensor
-    """The head in float32 [V, d_e]."""
+    """The head, not quantised [V, d_e]."""
     value_tables: Mapping[int, Tensor]
     """Value embeddings by layer, where there are any."""
     prelude: Sequence[Layer]
@@ -262,26 +279,44 @@ class FoldedModel:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: LanguageModel, weights: Weights = "float32") -> FoldedModel:
-        """Shares memory with the model where nothing has to be folded or converted."""
+    def of(
+        cls,
+        model: LanguageModel,
+        weights: Weights = "float32",
+        dtype: torch.dtype | None = None,
+    ) -> FoldedModel:
+        """Shares memory with the model where nothing has to be folded or converted.
+
+        `dtype`: the default is float32 on a CPU, else the model's. Matrices that are not int8 have
+        it too, if it is not float32.
+        """
+        if dtype is None:
+            on_cpu = model.device.type == "cpu"
+            dtype = torch.float32 if on_cpu else model.embed.weight.dtype
         with without_autocast(model.device):
-            return cls._fold(model, weights)
+            return cls._fold(model, weights, dtype)
 
     @classmethod
-    def _fold(cls, model: LanguageModel, weights: Weights) -> FoldedModel:
+    def _fold(cls, model: LanguageModel, weights: Weights, dtype: torch.dtype) -> FoldedModel:
         config, device = model.config, model.device
 
         def prepare(weight: Tensor) -> Matrix:
+            if dtype != torch.float32 and weights != "int8":
+                return FloatMatrix(weight.detach().to(dtype))
             return matrix(weight, weights)
 
         def norm(module: nn.RMSNorm) -> ScaledNorm:
-            return ScaledNorm.of(module.weight, config.norm_eps)
+            return ScaledNorm.of(module.weight, config.norm_eps, dtype)
+
+        def phases(head_dim: int) -> Tensor:
+            table = phase_table(config.context_length, head_dim, config.rope_theta, device)
+            return table if device.type == "cpu" and dtype == torch.float32 else as_real(table)
 
         prelude_norm = readout = None
         mix = LinearMix(None)
         if isinstance(model, LoopedModel):
             stacks = (model.prelude.blocks, model.loop.core.blocks, model.coda.blocks)
-            mix = _mix(model.loop.core.injection, prepare, config.width, device)
+            mix = _mix(model.loop.core.injection, prepare, config.width, dtype, device)
             if model.prelude.norm is not None:
                 prelude_norm = norm(model.prelude.norm)
             if model.coda.readout is not None:
@@ -291,18 +326,20 @@ class FoldedModel:
             stacks, final_norm = (model.blocks, (), ()), norm(model.norm)
         else:
             raise TypeError(f"{type(model).__name__}: must be a LoopedModel or a Transformer.")
-        prelude, core, coda = ([Layer.of(block, prepare) for block in stack] for stack in stacks)
-        embedding = _table(model.embed)
-        unembedding = embedding if model.head is None else _table(model.head)
-        length, theta = config.context_length, config.rope_theta
+        prelude, core, coda = (
+            [Layer.of(block, prepare, dtype) for block in stack] for stack in stacks
+        )
+        embedding = _table(model.embed, dtype)
+        unembedding = embedding if model.head is None else _table(model.head, dtype)
         return cls(
             config=config,
             weights=weights,
             layout=Layout.of(config),
             device=device,
+            dtype=dtype,
             embedding=embedding,
             unembedding=unembedding,
-            value_tables={int(k): _table(table) for k, table in model.value_tables.items()},
+            value_tables={int(k): _table(table, dtype) for k, table in model.value_tables.items()},
             prelude=prelude,
             core=core,
             coda=coda,
@@ -311,8 +348,8 @@ class FoldedModel:
             readout=readout,
             final_norm=final_norm,
             head=prepare(unembedding),
-            outer_phases=phase_table(length, config.block.head_dim, theta, device),
-            core_phases=phase_table(length, config.core_block.head_dim, theta, device),
+            outer_phases=phases(config.block.head_dim),
+            core_phases=phases(config.core_block.head_dim),
         )
 
     @property
@@ -321,7 +358,13 @@ class FoldedModel:
 
     def cache(self, policy: Policy | str = "full", max_bytes: int | None = None) -> Cache:
         """An empty cache for this model."""
-        return Cache(self.layout, Policy.parse(policy), torch.float32, self.device, max_bytes)
+        return Cache(self.layout, Policy.parse(policy), self.dtype, self.device, max_bytes)
+
+    def with_real_phases(self) -> FoldedModel:
+        """The same model without complex numbers, which `torch.compile` does not generate code
+        for; tensors are shared."""
+        phases = as_real(self.outer_phases), as_real(self.core_phases)
+        return replace(self, outer_phases=phases[0], core_phases=phases[1])
 
     def to_int8(self) -> FoldedModel:
         """The same model with int8 matrices; all other tensors are shared."""
@@ -353,11 +396,27 @@ class FoldedModel:
         ]
 
     @property
+    def constants(self) -> list[Tensor]:
+        """Every tensor that decoding reads."""
+        norms = [layer.norm for layer in self.layers] + [n for x in self.layers if (n := x.qk_norm)]
+        scaled = [n for layer in self.layers for n in layer.after or ()]
+        scaled += [n for n in (self.prelude_norm, self.final_norm) if n is not None]
+        floors = [n.floor for n in (*norms, *(n.unit for n in scaled))]
+        stored = [t for one in self.matrices for t in vars(one).values() if isinstance(t, Tensor)]
+        mix = [t for t in vars(self.mix).values() if isinstance(t, Tensor)]
+        phases = [self.outer_phases, self.core_phases]
+        return [*self.tensors, *stored, *floors, *(n.scale for n in scaled), *mix, *phases]
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tables and matrices."""
         mix = [] if isinstance(self.mix, LinearMix) else self.mix.injection.parameters()
         tables = (self.embedding, self.unembedding, *self.value_tables.values())
         return [*tables, *(part for one in self.matrices for part in one.tensors), *mix]
+
+
+def as_real(phases: Tensor) -> Tensor:
+    return torch.view_as_real(phases) if phases.is_complex() else phases
 
 
 def memory_of(tensors: Iterable[Tensor]) -> int:
@@ -369,14 +428,15 @@ def _apply(function: Callable[[Matrix], Matrix], matrix: Matrix | None) -> Matri
     return None if matrix is None else function(matrix)
 
 
-def _table(module: nn.Module) -> Tensor:
-    return aligned(module.weight.detach().float())  # type: ignore[union-attr]
+def _table(module: nn.Module, dtype: torch.dtype) -> Tensor:
+    return aligned(module.weight.detach().to(dtype))  # type: ignore[union-attr]
 
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
     """Disable autocast, which would round folded weights and the cache."""
-    if not torch.is_autocast_enabled(device.type):  # this check is much faster than disabling
+    available = torch.amp.is_autocast_available(device.type)
+    if not available or not torch.is_autocast_enabled(device.type):  # faster than disabling
         yield
         return
     with torch.autocast(device.type, enabled=False):

@@ -37,7 +37,7 @@ from parcae.infer.native.network import NativeNetwork
 from parcae.infer.quantise import WEIGHTS, Weights
 from parcae.model.frame import LanguageModel
 
-Layers = Literal["auto", "native", "torch"]
+Layers = Literal["auto", "native", "torch", "static"]
 
 
 class Network(Protocol):
@@ -112,7 +112,7 @@ class TorchNetwork:
     def initial_state(self, batch: Batch) -> Tensor:
         """h_0 of all tokens: zeros [N, d_h]."""
         width = self.model.config.core_block.width
-        return torch.zeros(len(batch), width, dtype=torch.float32, device=self.model.device)
+        return torch.zeros(len(batch), width, dtype=self.model.dtype, device=self.model.device)
 
     def loop(self, h: Tensor, drive: Tensor, batch: Batch, cache: Cache, loops: range) -> Tensor:
         """h after the given loops, counted from 1, of all tokens [N, d_h]."""
@@ -135,7 +135,8 @@ class TorchNetwork:
         return model.final_norm(self._outer(x, model.coda, first, cache.coda_layers, batch))
 
     def logits(self, x: Tensor) -> Tensor:
-        return self.model.head(x)
+        """[N, V] in float32."""
+        return self.model.head(x).float()
 
     def _outer(
         self, x: Tensor, layers: Sequence[Layer], first: int, cache: Sequence[Tensor], batch: Batch
@@ -330,8 +331,8 @@ AnyNetwork = TorchNetwork | AutoNetwork
 def open_network(
     model: LanguageModel, weights: Weights = "float32", layers: Layers = "auto"
 ) -> AnyNetwork:
-    """The network of a model: `layers` is "native", "torch", or "auto" for C++ if it is available
-    and supports the model."""
+    """The network of a model. `layers`: "native", "torch", "static" (PyTorch, as `StaticDecoder`
+    needs it), or "auto" for C++ if it is available and supports the model."""
     options = ", ".join(WEIGHTS)
     require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
     kernels = available_kernels(layers, weights, model.device)
@@ -340,15 +341,15 @@ def open_network(
         return AutoNetwork(folded, kernels)
     injection = f"C++ does not have the injection {model.config.injection!r}"
     require(layers != "native", "layers", injection, "Use layers='auto'.")
-    return TorchNetwork(folded)
+    return TorchNetwork(folded.with_real_phases() if layers == "static" else folded)
 
 
 def available_kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
     """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
     known = layers in get_args(Layers)
-    require(known, "layers", f"{layers!r} is not an option", "Use auto, native or torch.")
+    require(known, "layers", f"{layers!r} is not an option", "Use auto, native, torch or static.")
     fits = device.type == "cpu" and weights != "bfloat16"
-    if layers == "torch" or (layers == "auto" and not fits):
+    if layers in ("torch", "static") or (layers == "auto" and not fits):
         return None
     reason = "'native' needs float32 or int8 weights on a CPU"
     require(fits, "layers", reason, "Use layers='auto'.")

@@ -19,8 +19,11 @@ MIN_SHARED_PREFIX = 16
 
 
 class Rows:
-    def __init__(self, cache: Cache, max_rows: int, reuse: bool = True) -> None:
-        self.cache, self.max_rows, self.reuse = cache, max_rows, reuse
+    def __init__(
+        self, cache: Cache, max_rows: int, reuse: bool = True, at_once: bool = False
+    ) -> None:
+        """`at_once`: allocate all rows for the whole context, so that the cache does not move."""
+        self.cache, self.max_rows, self.reuse, self.at_once = cache, max_rows, reuse, at_once
         self._contents: list[tuple[DepthPlan, list[int]] | None] = [None] * max_rows
         """For each free row, the plan and tokens of the keys and values in it."""
         self._assigned: dict[int, RunningSequence] = {}
@@ -42,6 +45,8 @@ class Rows:
             return
         loops, length = max(r.plan.loops for r in requests), self._length(requests)
         needed = min(self.max_rows, busy + len(requests))
+        if self.at_once:
+            needed, length = self.max_rows, self.cache.layout.context_length
         reusable = self.reuse and self.cache.policy.is_exact_for(loops)
         kept = sum(contents is not None for contents in self._contents) if reusable else 0
         rows = min(self.max_rows, needed + kept)
@@ -115,6 +120,9 @@ class Rows:
         """Free the row of a sequence and keep its contents for reuse."""
         if self._assigned.pop(sequence.row, None) is not None:
             self._contents[sequence.row] = self._reusable(sequence)
+            if sequence.error is not None:  # the row may hold what is not finite: see Cache.zeroed
+                self._contents[sequence.row] = None
+                self.cache.clear_row(sequence.row)
             self._free.append(sequence.row)
 
     def _assign(self, sequence: RunningSequence) -> None:

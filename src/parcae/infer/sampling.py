@@ -8,12 +8,16 @@ likeliest. Of equally likely tokens the smaller id ranks first.
 A token is drawn as argmin_i noise_i / p_i with exponential noise, the exponential form of the
 Gumbel-max trick. The noise is keyed by (seed, position), so two predictions that are close nearly
 always choose the same token, which is why drafts are accepted when sampling.
+
+`pick` chooses one token on the CPU, in float64. `sample_rows` chooses those of many rows where
+their logits are, without waiting for the device: the same filters in float32, all rows at once, and
+noise of a hash, which a device can compute for any (seed, position) by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
@@ -135,9 +139,12 @@ def check_logits(logits: Tensor) -> None:
 
 def check_largest(finite: bool) -> None:
     if not finite:
-        raise NonFiniteLogits(
-            "logits: not a number. The model has diverged, or its weights are broken."
-        )
+        raise non_finite_logits()
+
+
+def non_finite_logits() -> NonFiniteLogits:
+    message = "logits: not a number. The model has diverged, or its weights are broken."
+    return NonFiniteLogits(message)
 
 
 def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tensor:
@@ -151,12 +158,124 @@ def penalise(logits: Tensor, seen: Collection[int], sampling: Sampling) -> Tenso
     return logits.index_copy(0, ids, lowered)
 
 
+NoiseFunction = Callable[[int, int, int], Tensor]
+"""(seed, position, size of the vocabulary) -> the noise of a token [V]."""
+
+
 @lru_cache(maxsize=64)
 def noise(seed: int, position: int, size: int) -> Tensor:
     """The noise of the token at `position` [V] in float64. Cached because a draft and its
     verification use the same; do not modify it."""
     generator = keyed_generator(seed, position, 0, "sample")
     return torch.empty(size, dtype=torch.float64).exponential_(generator=generator)
+
+
+def noise_key(seed: int) -> int:
+    """A seed as a number of 63 bits, for `counter_noise`."""
+    return keyed_generator(seed, 0, 0, "counter").initial_seed() >> 1
+
+
+def _mix_bits(x: Tensor) -> Tensor:
+    """A random-looking permutation of int64: the finaliser of SplitMix64. Shifts are made logical
+    by a mask, as int64 has a sign; products wrap."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def counter_noise(keys: Tensor, positions: Tensor, size: int) -> Tensor:
+    """Exponential noise of tokens at `positions` [R, V] in float32, from keys of `noise_key` [R]: a
+    function of (key, position, token) only, computed on the device of the keys."""
+    tokens = torch.arange(1, size + 1, device=keys.device)
+    streams = _mix_bits(keys + _mix_bits(positions + 1))
+    bits = _mix_bits(streams[:, None] + tokens * -0x61C8864680B583EB) & 0x7FFFFFFFFFFFFFFF
+    # Precise near 0, where the least noise decides; 1 would be infinite noise.
+    uniform = (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)
+    return -torch.log1p(-uniform)
+
+
+def noise_of_device(seed: int, position: int, size: int) -> Tensor:
+    """`counter_noise` of one token [V], as `noise` gives it."""
+    key, position_tensor = torch.tensor([noise_key(seed)]), torch.tensor([position])
+    return counter_noise(key, position_tensor, size)[0].double()
+
+
+@dataclass(frozen=True, eq=False)
+class RowSampling:
+    """How the tokens of R rows are chosen, as tensors [R]."""
+
+    keys: Tensor
+    """Of `noise_key`."""
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+    filters: bool
+    """Whether any row has top-k, top-p or min-p."""
+    penalties: bool
+    """Whether any row has a repetition penalty."""
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[Sampling, int] | None], size: int, device: torch.device
+    ) -> RowSampling:
+        """From the sampling and seed of each row, None for rows without a sequence; `size` is that
+        of the vocabulary."""
+        settings = [(Sampling(temperature=0), 0) if row is None else row for row in rows]
+
+        def floats(values: Iterable[float]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.float32, device=device)
+
+        def or_else(value: float | None, default: float) -> float:
+            return default if value is None else value
+
+        return cls(
+            keys=torch.tensor([noise_key(seed) for _, seed in settings], device=device),
+            temperature=floats(s.temperature for s, _ in settings),
+            top_k=torch.tensor([s.top_k or size for s, _ in settings], device=device),
+            top_p=floats(or_else(s.top_p, 1.0) for s, _ in settings),
+            min_p=floats(or_else(s.min_p, 0.0) for s, _ in settings),
+            repetition_penalty=floats(s.repetition_penalty for s, _ in settings),
+            filters=any(s.top_k or s.top_p is not None or s.min_p is not None for s, _ in settings),
+            penalties=any(s.repetition_penalty != 1 for s, _ in settings),
+        )
+
+
+def row_probabilities(logits: Tensor, sampling: RowSampling) -> Tensor:
+    """The probability of each token [R, V] in float32, for rows whose temperature is not 0; those
+    of the others mean nothing."""
+    temperature = sampling.temperature[:, None]
+    top = logits.amax(-1, keepdim=True)
+    probs = ((logits - top) / torch.where(temperature > 0, temperature, 1.0)).softmax(-1)
+    if not sampling.filters:
+        return probs
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    kept = torch.arange(logits.shape[1], device=logits.device) < sampling.top_k[:, None]
+    ranked = ranked * kept
+    ranked = ranked / ranked.sum(-1, keepdim=True)
+    before = ranked.cumsum(-1) - ranked
+    # Rounding must not cut the tail of a row that does not limit it.
+    top_p = sampling.top_p[:, None]
+    kept &= (before < top_p) | (top_p >= 1)
+    kept &= ranked >= sampling.min_p[:, None] * ranked[:, :1]
+    ranked = ranked * kept
+    return torch.zeros_like(probs).scatter(-1, order, ranked / ranked.sum(-1, keepdim=True))
+
+
+def sample_rows(
+    logits: Tensor, sampling: RowSampling, positions: Tensor, seen: Tensor | None = None
+) -> Tensor:
+    """The tokens at `positions` [R] of R rows, from their logits [R, V] in float32 and, for
+    penalties, which tokens each has seen [R, V]. Nothing is read back from the device."""
+    if sampling.penalties and seen is not None:
+        factor = sampling.repetition_penalty[:, None]
+        lowered = torch.where(logits > 0, logits / factor, logits * factor)
+        logits = torch.where(seen, lowered, logits)
+    likeliest = logits.argmax(-1)
+    noise = counter_noise(sampling.keys, positions, logits.shape[1])
+    drawn = (row_probabilities(logits, sampling) / noise.clamp(min=1e-38)).argmax(-1)
+    return torch.where(sampling.temperature > 0, drawn, likeliest)
 
 
 def choose(probs: Tensor, noise: Tensor) -> Tensor:
@@ -171,7 +290,14 @@ def likeliest(logits: np.ndarray) -> int:
     return best
 
 
-def pick(logits: Tensor, sampling: Sampling, seed: int, position: int, seen: Sequence[int]) -> int:
+def pick(
+    logits: Tensor,
+    sampling: Sampling,
+    seed: int,
+    position: int,
+    seen: Sequence[int],
+    noise: NoiseFunction = noise,
+) -> int:
     """The token at `position`, from its logits [V] and the tokens before it."""
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:

@@ -21,7 +21,7 @@ import torch
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Request
-from parcae.infer.sampling import NonFiniteLogits, likeliest, pick
+from parcae.infer.sampling import NoiseFunction, NonFiniteLogits, likeliest, noise, pick
 
 Finish = Literal["length", "context", "stop", "cancelled", "error"]
 
@@ -126,8 +126,14 @@ class RunningSequence:
     """A request in the engine; `Engine.submit` returns it. `finish` is set when it has ended, then
     `completion()` is the result; until then `pieces` has the tokens not yet taken from it."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, context: int) -> None:
-        self.request, self.context = request, context
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        context: int,
+        noise: NoiseFunction = noise,
+    ) -> None:
+        self.request, self.context, self.noise = request, context, noise
         self.tokens = list(request.prompt)
         self.row = -1
         self.computed = 0
@@ -167,7 +173,7 @@ class RunningSequence:
             if request.sampling.is_greedy:
                 return likeliest(logits)
             tensor = torch.from_numpy(logits)
-            return pick(tensor, request.sampling, request.seed, len(seen), seen)
+            return pick(tensor, request.sampling, request.seed, len(seen), seen, self.noise)
         except NonFiniteLogits as error:
             self.fail(error)
             return 0
@@ -181,7 +187,7 @@ class RunningSequence:
         if self.error is not None:
             raise self.error
 
-    def accept(self, token: int, loops: int, logits: np.ndarray) -> None:
+    def accept(self, token: int, loops: int, logits: np.ndarray | None = None) -> None:
         """Append a token that was predicted from all tokens before it; it may be the last."""
         if self.error is not None:
             return
@@ -191,7 +197,7 @@ class RunningSequence:
             return
         self.tokens.append(token)
         self.loops.append(loops)
-        if self.request.logprobs is not None:
+        if self.request.logprobs is not None and logits is not None:
             self.logprobs.append(_logprob(token, logits, self.request.logprobs))
         text = "" if self._stream is None else self._stream.push(token)
         self._text.append(text)

@@ -131,7 +131,8 @@ class LanguageModel(nn.Module, ABC):
         In float32 like the logits. Under autocast only the head's product is in bfloat16: a loss
         near 8 rounded to it would lie on a grid of 0.03.
         """
-        if torch.is_autocast_enabled(x.device.type):
+        kind = x.device.type
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return self._mixed_precision_loss(x.flatten(0, 1), targets.flatten().long())
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=LOSS_CHUNK)
         return F.linear_cross_entropy(
