@@ -134,7 +134,7 @@ def choose_micro_batch(
 
     fitting = next((n for n in divisors if total(n) <= limit), None)
     if fitting == divisors[0]:
-        return MicroBatch(fitting, limited)
+        return MicroBatch(divisors[0], limited)
     share = f"{SHARE_OF_MEMORY[kind]:.0%} of the {console.format_bytes(available)} available"
     if fitting is None:
         return MicroBatch(1, f"the estimate, {console.format_bytes(one.total)}, exceeds {share}")
