@@ -327,7 +327,8 @@ class FoldedModel:
         else:
             raise TypeError(f"{type(model).__name__}: must be a LoopedModel or a Transformer.")
         prelude, core, coda = (
-            [Layer.of(block, prepare, dtype) for block in stack] for stack in stacks
+            [Layer.of(block, prepare, dtype) for block in stack]  # pyright: ignore[reportArgumentType]
+            for stack in stacks
         )
         embedding = _table(model.embed, dtype)
         unembedding = embedding if model.head is None else _table(model.head, dtype)

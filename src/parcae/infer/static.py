@@ -151,7 +151,7 @@ class StaticDecoder:
         if compile:
             if cache.device.type == "cuda":
                 options.setdefault("mode", "reduce-overhead")
-            self._step = torch.compile(
+            self._step = torch.compile(  # pyright: ignore[reportCallIssue]
                 decode_step,
                 fullgraph=True,
                 dynamic=False,

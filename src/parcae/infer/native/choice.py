@@ -55,7 +55,8 @@ class Choices:
 def native_is_faster(native: Callable[[], object], plain: Callable[[], object]) -> bool:
     """Compare the shortest times of both, taken in turns after a first call of each."""
     shortest = [float("inf"), float("inf")]
-    native(), plain()
+    native()
+    plain()
     start = time.perf_counter()
     for number in range(ROUNDS):
         for index, function in enumerate((native, plain)):
