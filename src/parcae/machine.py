@@ -146,9 +146,10 @@ def flush(path: Path) -> None:
 class StopSignals:
     """Context manager in which a stop signal sets `asked` instead of ending the process.
 
-    The signals are Ctrl-C, SIGTERM and, where a terminal may be closed, SIGHUP; those that the
-    process ignores, as under `nohup`, stay ignored. A second one has its usual effect at once:
-    Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process. Within a second of the first,
+    The signals are Ctrl-C, SIGTERM and, where a terminal may be closed, SIGHUP. Ctrl-C and SIGHUP
+    stay ignored where the process ignores them, as under `nohup`; SIGTERM does not: a launcher that
+    ignores it, such as the script for Slurm, passes that on. A second one has its usual effect at
+    once: Ctrl-C raises KeyboardInterrupt, SIGTERM ends the process. Within a second of the first,
     SIGTERM and SIGHUP are taken for the same request: a cluster and its launcher both send one.
     """
 
@@ -164,7 +165,11 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            handled = [s for s in self._signals if signal.getsignal(s) is not signal.SIG_IGN]
+            handled = [
+                s
+                for s in self._signals
+                if s == signal.SIGTERM or signal.getsignal(s) is not signal.SIG_IGN
+            ]
             self._before = {s: signal.signal(s, self._handle) for s in handled}
         return self
 

@@ -194,7 +194,7 @@ def test_curves_that_do_not_move_or_rise_are_warnings():
     messages = " ".join(fit_rows(rows).warnings)
     assert "mean_loops 2" in messages
     assert "does not change with T and is not used" in messages
-    assert "more loops make these models worse" in messages
+    assert "more loops make models worse" in messages
 
 
 def test_equal_losses_never_reach_a_fit():

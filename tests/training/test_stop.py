@@ -167,7 +167,12 @@ def test_a_closed_terminal_does_not_keep_a_run_from_saving(text, tmp_path, monke
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(Trainer, "_train_step", one_step)
-    assert train(runs.recipe(text, run=QUIET), tmp_path / "run").status == "interrupted"
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+    try:
+        result = train(runs.recipe(text, run=QUIET), tmp_path / "run")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert result.status == "interrupted"
     assert runs.weights(tmp_path / "run", 1)
 
 

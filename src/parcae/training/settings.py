@@ -226,9 +226,11 @@ class StartConfig(Settings, table="start"):
     checkpoint: str | None = setting(
         None, "a run, checkpoint or model folder to start from (unset: random weights)"
     )
-    step: int | None = setting(None, "step of that checkpoint; recorded by the run", at_least=0)
+    step: int | None = setting(
+        None, "step of that checkpoint (unset: the run records it)", at_least=0
+    )
     sha256: str | None = setting(
-        None, "checksum of its weights; recorded by the run, and others are refused"
+        None, "checksum of its weights; others are refused (unset: the run records it)"
     )
 
     def check(self) -> None:
