@@ -21,6 +21,7 @@ from parcae.hub import register_when_imported
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
     "evaluation.run": ("evaluate",),
+    "experiments.reproduce": ("reproduce",),
     "files": ("FileError",),
     "hub.export": ("export",),
     "hub.importing": ("import_model",),
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
     from parcae.evaluation.run import evaluate as evaluate
+    from parcae.experiments.reproduce import reproduce as reproduce
     from parcae.files import FileError as FileError
     from parcae.hub.export import export as export
     from parcae.hub.importing import import_model as import_model

@@ -48,6 +48,7 @@ COMMANDS = (
     "predict",
     "export",
     "import_model",
+    "reproduce",
 )
 MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "depth", "eval", "sweep")
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""

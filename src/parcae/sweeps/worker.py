@@ -1,7 +1,7 @@
 """One run of a sweep in its own process, which becomes `parcae train`: from the recipe, or with
 --resume if the run's folder holds a started run.
 
-    python -m parcae.sweeps.worker PARENT PROCESSES RECIPE.toml RUN
+    python -m parcae.sweeps.worker PARENT PROCESSES RECIPE.toml RUN MODULE
 
 Imports little: torch is loaded only once the process has been replaced.
 """
@@ -30,16 +30,20 @@ class RunRequest:
     recipe: Path
     run: Path
     log: Path
+    module: str = "parcae"
+    """What trains it: `python -m MODULE train RECIPE --out RUN`, or `train --resume RUN`."""
 
 
 def command(request: RunRequest, processes: int = 1) -> list[str]:
     """The command line that a launcher starts as its child process."""
-    arguments = [str(os.getpid()), str(processes), str(request.recipe), str(request.run)]
+    numbers = [str(os.getpid()), str(processes)]
+    arguments = [*numbers, str(request.recipe), str(request.run), request.module]
     return [sys.executable, "-m", "parcae.sweeps.worker", *arguments]
 
 
 def main(argv: Sequence[str]) -> None:
-    parent, processes, recipe, run = int(argv[0]), int(argv[1]), Path(argv[2]), Path(argv[3])
+    parent, processes = int(argv[0]), int(argv[1])
+    recipe, run, module = Path(argv[2]), Path(argv[3]), argv[4]
     _end_with(parent)
     # Slurm sends its warning of a time limit to every process of a job; the launcher handles it.
     ignore_signal("SIGUSR2")
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> None:
     new = status == "new"
     training = [str(recipe), "--out", str(run)] if new else ["--resume", str(run)]
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    arguments = ["-m", *(torchrun if processes > 1 else []), "parcae", "train", *training]
+    arguments = ["-m", *(torchrun if processes > 1 else []), module, "train", *training]
     os.execv(sys.executable, [sys.executable, *arguments])
 
 

@@ -1,0 +1,185 @@
+"""What an experiment is: the runs it needs, what it measures on them, what it draws and decides.
+
+To try an idea, copy one of the modules of this package, change the three parts, and add it to
+`CATALOGUE` in `parcae.experiments.reproduce`:
+
+    class MyIdea(Experiment):
+        name = "my-idea"
+
+        def runs(self, scale):
+            for seed in scale.seeds:
+                for sampler in ("poisson", "fixed"):
+                    tree = scale.text(model={"loop": {"sampler": sampler}})
+                    yield Run(scale.recipe(tree, seed), {"sampler": sampler, "seed": seed})
+
+        def claims(self, results):
+            return [Claim("...", lower(results.loss(8, sampler="poisson"),
+                                       results.loss(8, sampler="fixed")))]
+
+        def draw(self, results, path): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from parcae.experiments.scales import Scale
+from parcae.experiments.tasks import PREFIX, find_task
+from parcae.experiments.verdicts import Claim, describe
+from parcae.runs import read_metrics, read_result
+from parcae.training.settings import Recipe, plain_recipe
+
+FORMAT = 1
+"""Part of the key of a run; raised when the same recipe begins to train something else."""
+NOT_LEARNED = {
+    "data": {"prefetch", "verify"},
+    "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "sinks"},
+}
+"""Settings that change neither what is learned nor what is measured: not part of the key."""
+CURVE_POINTS = 60
+"""Points that are kept of a curve over training."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its recipe, and what distinguishes it from the others of the experiment."""
+
+    recipe: Recipe
+    labels: Mapping[str, Any]
+
+    @property
+    def source(self) -> str:
+        return self.recipe.data.sources[0]
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of everything that decides what is learned: equal recipes are one run."""
+        tree = plain_recipe(self.recipe)
+        for table, names in NOT_LEARNED.items():
+            tree[table] = {k: v for k, v in tree[table].items() if k not in names}
+        if self.source.startswith(PREFIX):
+            tree["data"]["sources"] = [repr(find_task(self.source))]
+        text = json.dumps([FORMAT, tree], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Results:
+    """The measured runs of an experiment, one row each: labels, cost and measurements."""
+
+    rows: Sequence[Row]
+    planned: int
+
+    def where(self, **labels: Any) -> list[Row]:
+        """The rows with these labels."""
+        return [row for row in self.rows if all(row.get(k) == v for k, v in labels.items())]
+
+    def values(self, label: str, **labels: Any) -> list[Any]:
+        """The different values of a label, in the order of the plan."""
+        return list(dict.fromkeys(row[label] for row in self.where(**labels) if label in row))
+
+    def loss(self, loops: int, /, **labels: Any) -> dict[int, float]:
+        """Held-out loss at a number of loops by seed; infinite for a run that diverged."""
+        return {row["seed"]: loss_at(row, loops) for row in self.where(**labels)}
+
+    @property
+    def core_minutes(self) -> float:
+        return sum(row["core_minutes"] for row in self.rows)
+
+
+def loss_at(row: Row, loops: int) -> float:
+    """Nats per token on held-out rows, in `row` after `loops` loops; a Transformer has one."""
+    losses = row["losses"]
+    value = losses.get(str(loops), losses.get("1") if len(losses) == 1 else None)
+    return math.inf if value is None else value
+
+
+class Experiment(ABC):
+    """One table or figure of the paper, or one question beyond it."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    in_paper: ClassVar[str]
+    """Where the paper has it, or "beyond the paper"."""
+    paper: ClassVar[str]
+    """The paper's numbers, in Markdown."""
+    core_hours: ClassVar[float]
+    """Estimated cost at micro scale, of runs that no other experiment shares."""
+
+    @abstractmethod
+    def runs(self, scale: Scale) -> Iterator[Run]:
+        """The runs it needs, the first seed of all of them first."""
+
+    def measure(self, run: Run, folder: Path) -> Row:
+        """What is kept of a run that has ended; by default its losses and curves."""
+        return training_record(folder)
+
+    @abstractmethod
+    def claims(self, results: Results) -> list[Claim]:
+        """The verdicts."""
+
+    def table(self, results: Results) -> tuple[Sequence[str], list[Sequence[str]]]:
+        """Our numbers: names of columns, and rows of cells."""
+        return (), []
+
+    @abstractmethod
+    def draw(self, results: Results, path: Path) -> Path:
+        """Draw the figure of the results, which may be incomplete, to a file."""
+
+
+def training_record(folder: Path) -> Row:
+    """Status, held-out losses by number of loops, spikes, and curves over training of a run."""
+    result = read_result(folder) or {}
+    metrics = read_metrics(folder)
+    training, telemetry = metrics.get("train", []), metrics.get("telemetry", [])
+    losses = {t: v["loss"] for t, v in result.get("validation", {}).items()}
+    diverged = result.get("status") == "diverged"
+    return {
+        "status": result.get("status"),
+        "parameters": result.get("parameters"),
+        "tokens": result.get("tokens"),
+        "flops": result.get("flops"),
+        "losses": {} if diverged else losses,
+        "spikes": result.get("spikes"),
+        "training": _curve(training, ("loss",)),
+        "telemetry": _curve(
+            telemetry, ("spectral_radius", "state_norm", "residual", "readout_norm", "input_norm")
+        ),
+    }
+
+
+def _curve(lines: Sequence[Row], names: Sequence[str]) -> dict[str, list[float | None]]:
+    """Columns over training: means of as many lines as give `CURVE_POINTS` points."""
+    if not lines:
+        return {}
+    groups = np.array_split(np.arange(len(lines)), min(CURVE_POINTS, len(lines)))
+    columns: dict[str, list[float | None]] = {
+        "step": [lines[group[-1]]["step"] for group in groups]
+    }
+    for name in names:
+        columns[name] = [_mean([lines[index].get(name) for index in group]) for group in groups]
+    return columns
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """To four digits; None if one is not finite."""
+    if any(value is None or not math.isfinite(value) for value in values):
+        return None
+    return float(f"{np.mean(np.array(values, dtype=float)):.4g}")
+
+
+def format_losses(values: Mapping[int, float]) -> str:
+    """Mean and interval over seeds, for a table."""
+    return describe(values.values()).partition(" (")[0]

@@ -1,0 +1,117 @@
+"""The page of all claims: verdicts first, then each experiment with its numbers and figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from parcae.experiments.experiment import Experiment, Results
+from parcae.experiments.verdicts import NOT_RUN, Claim
+from parcae.files import write_text
+
+INTRODUCTION = """\
+# The paper, reproduced
+
+Every claim of the paper and what came of it at small scale: about 350 thousand parameters and four
+million tokens a run, on one core. Written by `parcae reproduce`; verdicts follow by rule from the
+numbers and their spread over seeds, and the rules (`experiments/verdicts.py`) were fixed before the
+runs: *shown* where the whole 95 % interval of the effect agrees with the claim, *shown weakly*
+where every seed agrees but the interval includes zero, *contradicted* where the whole interval
+disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over seeds, which
+share initial weights' seeds, batches and depths between the models compared.
+"""
+
+
+def write_page(
+    catalogue: Mapping[str, Experiment], found: Mapping[str, Results], page: Path
+) -> Path:
+    """Write the page, and the figures of experiments with results into a folder beside it."""
+    claims = {name: _claims(experiment, found.get(name)) for name, experiment in catalogue.items()}
+    parts = [INTRODUCTION, _summary(catalogue, claims, found)]
+    figures = page.with_suffix("")
+    for name, experiment in catalogue.items():
+        results = found.get(name)
+        if results is not None and results.rows:
+            figure = experiment.draw(results, figures / f"{name}.png")
+            link = figure.relative_to(page.parent).as_posix()
+            parts.append(_section(experiment, results, claims[name], link))
+        else:
+            parts.append(
+                f"## {experiment.title}\n\n`{name}`, {experiment.in_paper}. Not run yet; estimated "
+                f"at {experiment.core_hours:g} core-hours.\n\n{experiment.paper}\n"
+            )
+    write_text(page, "\n".join(parts))
+    return page
+
+
+def _claims(experiment: Experiment, results: Results | None) -> list[Claim]:
+    claims = experiment.claims(results or Results((), 0))
+    if results is not None and results.rows:
+        return claims
+    return [Claim(claim.statement, NOT_RUN) for claim in claims]
+
+
+def _summary(
+    catalogue: Mapping[str, Experiment],
+    claims: Mapping[str, Sequence[Claim]],
+    found: Mapping[str, Results],
+) -> str:
+    rows = []
+    for name, experiment in catalogue.items():
+        results = found.get(name)
+        runs = "–" if results is None else f"{len(results.rows)} of {results.planned}"
+        for index, claim in enumerate(claims[name]):
+            link = f"[{name}](#{_anchor(experiment.title)})" if index == 0 else ""
+            rows.append((link, claim.statement, f"*{claim.verdict}*", runs if index == 0 else ""))
+    minutes = sum(results.core_minutes for results in _once(found))
+    return (
+        markdown_table(("experiment", "claim", "verdict", "runs"), rows)
+        + f"\nProcessor time so far: {minutes / 60:.1f} core-hours.\n"
+    )
+
+
+def _once(found: Mapping[str, Results]) -> list[Results]:
+    """The results without runs that an earlier experiment has."""
+    seen: set[str] = set()
+    parts = []
+    for results in found.values():
+        parts.append(Results([row for row in results.rows if row["key"] not in seen], 0))
+        seen |= {row["key"] for row in results.rows}
+    return parts
+
+
+def _section(experiment: Experiment, results: Results, claims: Sequence[Claim], link: str) -> str:
+    columns, rows = experiment.table(results)
+    verdicts = "\n".join(
+        f"- *{claim.verdict}*: {claim.statement}." + (f" {claim.evidence}." * bool(claim.evidence))
+        for claim in claims
+    )
+    table = markdown_table(columns, rows) if rows else ""
+    return f"""\
+## {experiment.title}
+
+`{experiment.name}`, {experiment.in_paper}.
+
+{verdicts}
+
+![{experiment.title}]({link})
+
+**The paper.** {experiment.paper}
+
+**Here.** {len(results.rows)} of {results.planned} runs.
+
+{table}
+```console
+parcae reproduce {experiment.name}      # {results.core_minutes:.0f} core-minutes
+```
+"""
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def _anchor(title: str) -> str:
+    kept = "".join(c for c in title.lower() if c.isalnum() or c in " -_")
+    return kept.replace(" ", "-")

@@ -1,0 +1,161 @@
+"""Beyond the paper: tasks in which depth decides, for a model the size of a shallow one.
+
+A looped model of three layers, a Transformer of the same three, and a Transformer as deep as the
+loop unrolled, on pointer chasing and on modular arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from parcae import plotting
+from parcae.experiments.experiment import Experiment, Results, Row, Run
+from parcae.experiments.scales import Scale
+from parcae.experiments.tasks import TASKS, accuracies
+from parcae.experiments.verdicts import Claim, describe, differences, positive, together
+from parcae.runs import load, read_result
+
+LOOPS = (1, 2, 3, 4, 6, 8, 12, 16)
+ENOUGH = 8
+"""The mean number of loops in training."""
+TITLES = {
+    "pointers": "Pointers: 6 nodes, up to 4 hops",
+    "pointers-large": "Pointers: 8 nodes, up to 8 hops",
+    "pointers-unseen": "Pointers: 5 to 8 hops are new",
+    "arithmetic": "Arithmetic mod 7, prefix form",
+}
+MODELS = {
+    "looped": ("parcae", {}),
+    "shallow": ("transformer", {}),
+    "deep": ("transformer", {"core_layers": ENOUGH}),
+}
+"""By name: the preset's family, and how many layers it changes."""
+
+
+class Reasoning(Experiment):
+    name = "reasoning"
+    title = "Tasks in which depth decides"
+    in_paper = "beyond the paper"
+    paper = (
+        "The paper has no such task. Elsewhere, on modular arithmetic at equal parameters: "
+        "2 layers 22 %, the same looped 6 times 98 %, 12 layers 94 %."
+    )
+    core_hours = 7.0
+
+    def runs(self, scale: Scale) -> Iterator[Run]:
+        for task, seed in itertools.product(TASKS, scale.seeds):
+            for model, (family, layers) in MODELS.items():
+                if model == "deep" and task not in ("pointers", "arithmetic"):
+                    continue
+                recipe = scale.recipe(scale.task(task, family, model=layers), seed)
+                yield Run(recipe, {"task": task, "model": model, "seed": seed})
+
+    def measure(self, run: Run, folder: Path) -> Row:
+        task = TASKS[run.labels["task"]]
+        result = read_result(folder) or {}
+        loops = LOOPS if run.labels["model"] == "looped" else (1,)
+        return {
+            "status": result.get("status"),
+            "parameters": result.get("parameters"),
+            "accuracy": {
+                str(depth): {str(level): round(share, 4) for level, share in by_level.items()}
+                for depth, by_level in accuracies(load(folder), task, loops).items()
+            },
+        }
+
+    def claims(self, results: Results) -> list[Claim]:
+        tasks = [task for task in TASKS if results.where(task=task)] or list(TASKS)
+        gains, leads, texts = [], [], []
+        for task in tasks:
+            one, many = (accuracy(results, task, "looped", loops) for loops in (1, ENOUGH))
+            shallow = accuracy(results, task, "shallow")
+            gains.append(positive(value - 0.1 for value in differences(many, one)))
+            leads.append(positive(differences(many, shallow)))
+            texts.append(
+                f"{task}: {describe(one.values(), 2)} with 1 loop, "
+                f"{describe(many.values(), 2)} with {ENOUGH}, Transformer of the same layers "
+                f"{describe(shallow.values(), 2)}"
+            )
+        unseen = {
+            loops: accuracy(results, "pointers-unseen", "looped", loops, levels=(5, 6, 7, 8))
+            for loops in (ENOUGH // 2, 2 * ENOUGH)
+        }
+        few, many = unseen.values()
+        chance = 1 / 6
+        return [
+            Claim(
+                "Accuracy on the hardest questions grows by more than 10 points from 1 loop to 8",
+                together(gains),
+                "; ".join(texts),
+            ),
+            Claim(
+                "With 8 loops the model beats a Transformer of the same parameters",
+                together(leads),
+                "hardest level of each task, as above",
+            ),
+            Claim(
+                "Numbers of hops that training left out are solved better with more loops",
+                positive(differences(many, few)),
+                f"5 to 8 hops after training on 1 to 4: {describe(few.values(), 2)} with 4 loops, "
+                f"{describe(many.values(), 2)} with 16; chance is {chance:.2f}",
+            ),
+        ]
+
+    def table(self, results: Results) -> tuple[Sequence[str], list[Sequence[str]]]:
+        rows = []
+        for task in results.values("task"):
+            for model in results.values("model", task=task):
+                for loops in (1, 2, 4, 8, 16) if model == "looped" else (1,):
+                    cells = [
+                        describe(accuracy(results, task, model, loops, (level,)).values(), 2)
+                        for level in (1, 2, 4, max(TASKS[task].levels))
+                    ]
+                    short = [cell.partition(" (")[0] for cell in cells]
+                    name = f"{model}, T = {loops}" if model == "looped" else model
+                    rows.append((task, name, *short))
+        return ("task", "model", "level 1", "level 2", "level 4", "hardest"), rows
+
+    def draw(self, results: Results, path: Path) -> Path:
+        tasks = results.values("task")
+        with plotting.figure(1, len(tasks), width=3.6, height=3.3) as (canvas, axes):
+            for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
+                _draw_task(panel, results, task)
+            return plotting.save(canvas, path)
+
+
+def accuracy(
+    results: Results,
+    task: str,
+    model: str,
+    loops: int = 1,
+    levels: Sequence[int] | None = None,
+) -> dict[int, float]:
+    """Mean accuracy by seed over some levels, by default only the hardest."""
+    levels = levels or (max(TASKS[task].levels),)
+    found = {}
+    for row in results.where(task=task, model=model):
+        by_level = row["accuracy"][str(loops)]
+        found[row["seed"]] = sum(by_level[str(level)] for level in levels) / len(levels)
+    return found
+
+
+def _draw_task(panel: object, results: Results, task: str) -> None:
+    levels = list(TASKS[task].levels)
+    shown = levels if len(levels) <= 4 else [levels[0], *levels[1::2]]
+    for colour, level in zip(plotting.shades(len(shown)), shown, strict=True):
+        for row in results.where(task=task, model="looped"):
+            shares = [row["accuracy"][str(loops)][str(level)] for loops in LOOPS]
+            first = row is results.where(task=task, model="looped")[0]
+            label = f"{level}" if first else None
+            panel.plot(LOOPS, shares, color=colour, marker="o", alpha=0.8, label=label)
+        for model, style in (("shallow", ":"), ("deep", "--")):
+            values = accuracy(results, task, model, levels=(level,)).values()
+            if values:
+                mean = sum(values) / len(values)
+                panel.axhline(mean, color=colour, linestyle=style, linewidth=1.1)
+    plotting.loop_ticks(panel, LOOPS)
+    panel.set(title=TITLES[task], xlabel="loops T", ylabel="accuracy", ylim=(0, 1.03))
+    name = "operators" if task == "arithmetic" else "hops"
+    panel.legend(title=name, fontsize=8, loc="lower right")

@@ -1,0 +1,187 @@
+"""`parcae.reproduce`: train what experiments need, measure it, decide, draw, and write one page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parcae import console
+from parcae.config import ConfigError
+from parcae.experiments.experiment import Experiment, Results, Row, Run
+from parcae.experiments.page import write_page
+from parcae.experiments.reasoning import Reasoning
+from parcae.experiments.scales import Scale, ScaleName
+from parcae.experiments.store import Store
+from parcae.files import FileError, read_json, write_text
+from parcae.recipe import build
+from parcae.schema import suggest
+from parcae.sweeps.slurm import SlurmConfig, check_slurm
+
+CATALOGUE: dict[str, Experiment] = {experiment.name: experiment for experiment in (Reasoning(),)}
+"""All experiments by name; `all` trains in this order."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """What is known of each experiment: its measured runs, by its name."""
+
+    results: Mapping[str, Results]
+    page: Path
+    interrupted: bool = False
+    """Whether Ctrl-C or SIGTERM stopped it; the same call continues it."""
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per claim: experiment, claim, verdict, evidence, runs."""
+        return [
+            {
+                "experiment": name,
+                "claim": claim.statement,
+                "verdict": claim.verdict,
+                "evidence": claim.evidence,
+                "runs": len(results.rows),
+                "planned_runs": results.planned,
+                "core_minutes": results.core_minutes,
+            }
+            for name, results in self.results.items()
+            for claim in CATALOGUE[name].claims(results)
+        ]
+
+
+def reproduce(
+    names: str | Iterable[str] = "all",
+    *,
+    scale: ScaleName = "micro",
+    seeds: int = 3,
+    overrides: Mapping[str, Any] | None = None,
+    out: str | Path | None = None,
+    results: str | Path | None = None,
+    page: str | Path | None = None,
+    texts: str | Path | None = None,
+    workers: int = 1,
+    slurm: SlurmConfig | Mapping[str, Any] | None = None,
+    redraw: bool = False,
+) -> Reproduction:
+    """Reproduce experiments of the paper: train their runs, judge their claims, write a page.
+
+    Runs are found by the content of their recipe: what another experiment has trained is not
+    trained again, and the same call continues what was interrupted.
+
+    Args:
+        names: Experiments by name, or "all".
+        scale: `micro` for one machine, `paper` for a cluster, `toy` to see that everything works.
+        seeds: Runs of each kind.
+        overrides: Settings of all recipes: `{"optimiser": {"muon_lr": 4e-3}}`. They do not replace
+            what an experiment varies.
+        out: Folder of runs and data. Default: runs/reproduction-SCALE.
+        results: Folder of the measurements. Default: OUT/results.
+        page: File of the page; figures go to a folder of its name. Default: OUT/reproduction.md.
+        texts: Folder of the corpora. Default: PARCAE_TEST_DATA/data/corpora, if that is set.
+        workers: Runs that train at the same time, each on its share of the cores.
+        slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
+        redraw: Train nothing: judge and draw what `results` holds.
+    """
+    chosen = find_experiments(names)
+    sizes = Scale(scale, seeds, overrides or {})
+    folder = Path(out or Path("runs") / f"reproduction-{scale}")
+    work = _Work(
+        store=Store(folder, _texts(texts)),
+        results=Path(results or folder / "results"),
+        plan={name: list(CATALOGUE[name].runs(sizes)) for name in chosen},
+    )
+    interrupted = False
+    if not redraw:
+        runs = [run for planned in work.plan.values() for run in planned]
+        if slurm is None:
+            work.collect()
+            interrupted = work.store.train(runs, workers, work.add)
+        else:
+            config = slurm if isinstance(slurm, SlurmConfig) else build(SlurmConfig, slurm)
+            check_slurm()
+            jobs = work.store.submit(runs, config)
+            console.print_text(f"Submitted {console.format_items(len(jobs), 'job')}.")
+        work.collect()
+    found = {name: work.read(name) for name in CATALOGUE if name in work.plan or work.has(name)}
+    written = write_page(CATALOGUE, found, Path(page or folder / "reproduction.md"))
+    return Reproduction({name: found[name] for name in chosen}, written, interrupted)
+
+
+def find_experiments(names: str | Iterable[str]) -> list[str]:
+    """The names of experiments, checked; "all" stands for every one."""
+    given = [names] if isinstance(names, str) else list(names)
+    if given == ["all"]:
+        return list(CATALOGUE)
+    for name in given:
+        if name not in CATALOGUE:
+            raise ConfigError(
+                f"{name}: no such experiment. {suggest(name, list(CATALOGUE))} "
+                "`parcae reproduce list` lists all."
+            )
+    return given
+
+
+@dataclass
+class _Work:
+    """The runs that experiments need, and the files of what was measured on them."""
+
+    store: Store
+    results: Path
+    plan: Mapping[str, Sequence[Run]]
+
+    def file(self, name: str) -> Path:
+        return self.results / f"{name}.json"
+
+    def has(self, name: str) -> bool:
+        return self.file(name).exists()
+
+    def read(self, name: str) -> Results:
+        tree = read_json(self.file(name)) if self.has(name) else {"runs": [], "planned": None}
+        planned = len({run.key for run in self.plan.get(name, ())})
+        return Results(tree["runs"], planned or tree["planned"])
+
+    def add(self, run: Run) -> None:
+        """Measure a run that has ended, for every experiment that needs it."""
+        for name, runs in self.plan.items():
+            if any(run.key == other.key for other in runs):
+                self._measure(name)
+
+    def collect(self) -> None:
+        """Measure everything that has ended and is not measured yet."""
+        for name in self.plan:
+            self._measure(name)
+
+    def _measure(self, name: str) -> None:
+        known = {row["key"]: row for row in self.read(name).rows}
+        rows: list[Row] = []
+        for run in self.plan[name]:
+            row = known.get(run.key)
+            if row is None and self.store.has_ended(run):
+                try:
+                    measured = CATALOGUE[name].measure(run, self.store.folder(run))
+                except FileError as error:
+                    console.print_text(f"{name}: {error}")
+                    continue
+                minutes = round(self.store.core_minutes(run), 3)
+                row = {"key": run.key, **run.labels, "core_minutes": minutes, **measured}
+            if row is not None:
+                rows.append(row | run.labels)
+        planned = len({run.key for run in self.plan[name]})
+        if rows:
+            write_text(self.file(name), _format(name, planned, rows))
+
+
+def _format(name: str, planned: int, rows: Sequence[Row]) -> str:
+    """JSON with one run per line, so that a repository shows which runs changed."""
+    import json
+
+    lines = ",\n".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in rows)
+    return f'{{"experiment": "{name}", "planned": {planned}, "runs": [\n{lines}\n]}}\n'
+
+
+def _texts(folder: str | Path | None) -> Path | None:
+    if folder is not None:
+        return Path(folder)
+    data = os.environ.get("PARCAE_TEST_DATA")
+    return Path(data) / "data" / "corpora" if data else None

@@ -1,0 +1,187 @@
+"""The framework of experiments: shared runs, settings that rerun what they change, the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import parcae
+from parcae.cli import main
+from parcae.config import ConfigError
+from parcae.experiments import reproduce as module
+from parcae.experiments.experiment import Experiment, Run, loss_at, training_record
+from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
+from parcae.experiments.tasks import train_task
+from parcae.experiments.verdicts import Claim, lower
+from parcae.training.settings import recipe_from_file
+
+
+class Loops(Experiment):
+    """Two kinds of runs of a task, with one and with four loops."""
+
+    name, title, in_paper, paper, core_hours = "loops", "Loops", "nowhere", "Nothing.", 0.1
+    loops = (1, 4)
+
+    def runs(self, scale):
+        for seed in scale.seeds:
+            for loops in self.loops:
+                tree = scale.task("pointers", model={"loop": {"mean_loops": loops}})
+                yield Run(scale.recipe(tree, seed), {"loops": loops, "seed": seed})
+
+    def claims(self, results):
+        few, many = (results.loss(n, loops=n) for n in (1, 4))
+        return [Claim("More loops are better", lower(many, few))]
+
+    def draw(self, results, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"a figure")
+        return path
+
+
+class MoreLoops(Loops):
+    name, title, loops = "more-loops", "More loops", (4, 8)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs train in this process; the list has the keys of those that were trained."""
+    keys = []
+
+    def run(self, requests, observer, stop):
+        for request in requests:
+            observer.started(request, 1)
+            train_task(recipe_from_file(request.recipe), request.run)
+            keys.append(request.name)
+            observer.ended(request, None)
+
+    monkeypatch.setattr("parcae.experiments.store.LocalWorkers.run", run)
+    catalogue = {"loops": Loops(), "more-loops": MoreLoops()}
+    monkeypatch.setattr(module, "CATALOGUE", catalogue)
+    return keys
+
+
+def reproduce(names, out, **options):
+    return parcae.reproduce(names, scale="toy", seeds=1, out=out, **options)
+
+
+def test_runs_are_shared_and_a_setting_reruns_only_what_it_changes(trained, tmp_path):
+    first = reproduce("loops", tmp_path)
+    assert len(trained) == 2
+    assert [row["verdict"] for row in first.table()] != ["not run yet"]
+    reproduce(["loops", "more-loops"], tmp_path)
+    assert len(trained) == 3  # four loops are there already
+    reproduce("all", tmp_path)
+    assert len(trained) == 3
+    reproduce("all", tmp_path, overrides={"model": {"loop": {"mean_loops": 2}}})
+    assert len(trained) == 3  # every experiment sets this itself
+    reproduce("loops", tmp_path, overrides={"optimiser": {"lr": 1e-3}})
+    assert len(trained) == 5
+    assert len(set(trained)) == 5
+
+
+def test_redrawing_needs_only_the_results(trained, tmp_path):
+    first = reproduce("loops", tmp_path / "runs", results=tmp_path / "results")
+    page = tmp_path / "docs" / "page.md"
+    again = reproduce(
+        "all", tmp_path / "none", results=tmp_path / "results", page=page, redraw=True
+    )
+    assert len(trained) == 2
+    assert again.table()[0] == first.table()[0]
+    text = page.read_text()
+    assert "| [loops](#loops) | More loops are better |" in text
+    assert "![Loops](page/loops.png)" in text
+    assert "## More loops\n\n`more-loops`, nowhere. Not run yet" in text
+    assert (tmp_path / "docs" / "page" / "loops.png").exists()
+
+
+def test_an_interrupted_run_counts_only_when_it_has_ended(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(Store, "has_ended", lambda self, run: False)
+    result = reproduce("loops", tmp_path)
+    assert result.results["loops"].rows == []
+    assert {row["verdict"] for row in result.table()} == {"not run yet"}
+
+
+def test_results_have_a_line_per_run_and_their_cost(trained, tmp_path):
+    reproduce("loops", tmp_path)
+    lines = (tmp_path / "results" / "loops.json").read_text().splitlines()
+    assert len(lines) == 4
+    tree = json.loads("\n".join(lines))
+    assert tree["planned"] == 2
+    assert {row["loops"] for row in tree["runs"]} == {1, 4}
+    assert all(row["core_minutes"] > 0 and row["losses"]["4"] > 0 for row in tree["runs"][1:])
+
+
+def test_the_key_follows_what_is_learned():
+    scale = Scale("toy")
+
+    def key(seed=0, **changes):
+        return Run(scale.recipe(scale.task("pointers", **changes), seed), {}).key
+
+    assert key() == key(run={"checkpoint_every": 7}, data={"prefetch": 0})
+    assert key() == Run(scale.recipe(scale.task("pointers"), 0), {"label": "other"}).key
+    others = [key(seed=1), key(budget={"steps": 9}), key(model={"width": 32})]
+    others.append(Run(scale.recipe(scale.task("pointers-large"), 0), {}).key)
+    assert len({key(), *others}) == 5
+
+
+def test_scales_give_the_sizes_of_the_paper():
+    scale = Scale("paper")
+    assert scale.recipe(scale.text("parcae", "140m"), 0).model.width == 768
+    assert scale.recipe(scale.rdm("rdm", "100m"), 0).optimiser.kind == "adamw-atan2"
+    tree = Scale("micro", overrides={"budget": {"tokens": 1e6}}).text()
+    assert Scale("micro").recipe(tree, 0).budget.steps is None
+
+
+def test_records_of_a_run(tmp_path):
+    scale = Scale("toy")
+    train_task(scale.recipe(scale.task("pointers"), 0), tmp_path)
+    record = training_record(tmp_path)
+    assert record["status"] == "finished"
+    assert record["training"]["step"] == [1, 2, 3]
+    assert 0 < record["telemetry"]["spectral_radius"][-1] < 1
+    assert loss_at(record, 4) == record["losses"]["4"]
+    assert loss_at({"losses": {}}, 4) == float("inf")
+    assert loss_at({"losses": {"1": 2.0}}, 8) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lops"], "lops: no such experiment."),
+        (["reasoning", "--scale", "huge"], "'huge' is not an option."),
+        (["reasoning", "--model.widht", "3"], "Did you mean width"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments, message, capsys):
+    assert main(["reproduce", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_texts_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("PARCAE_TEST_DATA", raising=False)
+    scale = Scale("micro")
+    run = Run(scale.recipe(scale.text(), 0), {})
+    with pytest.raises(ConfigError, match="Give --texts"):
+        Store(tmp_path).train([run], 1, lambda run: None)
+    with pytest.raises(parcae.FileError, match="no such file"):
+        Store(tmp_path, Path(tmp_path)).train([run], 1, lambda run: None)
+
+
+def test_the_list(capsys):
+    assert main(["reproduce", "list"]) == 0
+    assert "reasoning" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_workers_train_a_task_and_a_text(tmp_path):
+    scale = Scale("toy")
+    runs = [Run(scale.recipe(tree, 0), {}) for tree in (scale.task("pointers"), scale.text())]
+    store, ended = Store(tmp_path), []
+    assert not store.train(runs, 2, lambda run: ended.append(run.key))
+    assert {run.key for run in runs} == set(ended)
+    assert all(store.has_ended(run) for run in runs)
+    assert store.train(runs, 2, lambda run: ended.append(run.key)) is False
+    assert len(ended) == 2
