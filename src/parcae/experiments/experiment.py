@@ -50,6 +50,8 @@ CURVE_POINTS = 60
 """Points that are kept of a curve over training."""
 
 Row = dict[str, Any]
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Names of columns, and rows of cells."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Experiment(ABC):
     def claims(self, results: Results) -> list[Claim]:
         """The verdicts."""
 
-    def table(self, results: Results) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def table(self, results: Results) -> Table:
         """Our numbers: names of columns, and rows of cells."""
         return (), []
 

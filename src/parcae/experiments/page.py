@@ -17,8 +17,8 @@ million tokens a run, on one core. Written by `parcae reproduce`; verdicts follo
 numbers and their spread over seeds, and the rules (`experiments/verdicts.py`) were fixed before the
 runs: *shown* where the whole 95 % interval of the effect agrees with the claim, *shown weakly*
 where every seed agrees but the interval includes zero, *contradicted* where the whole interval
-disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over seeds, which
-share initial weights' seeds, batches and depths between the models compared.
+disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over seeds. Models
+that are compared are paired by seed: they see the same batches at the same depths.
 """
 
 

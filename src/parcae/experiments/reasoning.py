@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from parcae import plotting
-from parcae.experiments.experiment import Experiment, Results, Row, Run
+from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.scales import Scale
 from parcae.experiments.tasks import TASKS, accuracies
 from parcae.experiments.verdicts import Claim, describe, differences, positive, together
@@ -103,7 +104,7 @@ class Reasoning(Experiment):
             ),
         ]
 
-    def table(self, results: Results) -> tuple[Sequence[str], list[Sequence[str]]]:
+    def table(self, results: Results) -> Table:
         rows = []
         for task in results.values("task"):
             for model in results.values("model", task=task):
@@ -122,6 +123,11 @@ class Reasoning(Experiment):
         with plotting.figure(1, len(tasks), width=3.6, height=3.3) as (canvas, axes):
             for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
                 _draw_task(panel, results, task)
+            canvas.supxlabel(
+                "Dots: the looped model, one line per seed. Dotted: a Transformer of the same "
+                "layers. Dashed: a Transformer of ten layers.",
+                fontsize=8.5,
+            )
             return plotting.save(canvas, path)
 
 
@@ -141,7 +147,7 @@ def accuracy(
     return found
 
 
-def _draw_task(panel: object, results: Results, task: str) -> None:
+def _draw_task(panel: Any, results: Results, task: str) -> None:
     levels = list(TASKS[task].levels)
     shown = levels if len(levels) <= 4 else [levels[0], *levels[1::2]]
     for colour, level in zip(plotting.shades(len(shown)), shown, strict=True):

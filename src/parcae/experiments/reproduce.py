@@ -10,17 +10,50 @@ from typing import Any
 
 from parcae import console
 from parcae.config import ConfigError
+from parcae.experiments.ablation_ladder import AblationLadder
+from parcae.experiments.choose_mu import ChooseMu
+from parcae.experiments.discretisation import Discretisation
 from parcae.experiments.experiment import Experiment, Results, Row, Run
+from parcae.experiments.fixed_or_sampled import FixedOrSampled
+from parcae.experiments.isoflop import IsoFlop
+from parcae.experiments.lr_robustness import LrRobustness
+from parcae.experiments.lr_sweep import LrSweep
 from parcae.experiments.page import write_page
+from parcae.experiments.per_sequence import PerSequence
+from parcae.experiments.prelude_norm import PreludeNorm
+from parcae.experiments.rdm_comparison import RdmComparison
 from parcae.experiments.reasoning import Reasoning
 from parcae.experiments.scales import Scale, ScaleName
 from parcae.experiments.store import Store
+from parcae.experiments.test_time import TestTime
+from parcae.experiments.transformer_comparison import TransformerComparison
+from parcae.experiments.truncated_sampling import TruncatedSampling
+from parcae.experiments.unified import Unified
 from parcae.files import FileError, read_json, write_text
 from parcae.recipe import build
 from parcae.schema import suggest
 from parcae.sweeps.slurm import SlurmConfig, check_slurm
 
-CATALOGUE: dict[str, Experiment] = {experiment.name: experiment for experiment in (Reasoning(),)}
+CATALOGUE: dict[str, Experiment] = {
+    experiment.name: experiment
+    for experiment in (
+        Reasoning(),
+        LrRobustness(),
+        RdmComparison(),
+        TransformerComparison(),
+        TestTime(),
+        AblationLadder(),
+        PerSequence(),
+        PreludeNorm(),
+        TruncatedSampling(),
+        FixedOrSampled(),
+        Discretisation(),
+        IsoFlop(),
+        Unified(),
+        LrSweep(),
+        ChooseMu(),
+    )
+}
 """All experiments by name; `all` trains in this order."""
 
 
@@ -166,7 +199,7 @@ class _Work:
                 minutes = round(self.store.core_minutes(run), 3)
                 row = {"key": run.key, **run.labels, "core_minutes": minutes, **measured}
             if row is not None:
-                rows.append(row | run.labels)
+                rows.append({**row, **run.labels})
         planned = len({run.key for run in self.plan[name]})
         if rows:
             write_text(self.file(name), _format(name, planned, rows))

@@ -104,7 +104,8 @@ class Scale:
         """Tables for a model of the RDM setup: parcae-rdm, rdm or rdm-prenorm."""
         size = size or self.rdm_sizes[0]
         if self.name == "paper":
-            return self._changed(read_toml(find_recipe(f"{family}-{size}")), changes)
+            tree = read_toml(find_recipe(f"rdm-{size}"))
+            return self._changed(merge(tree, {"model": {"preset": f"{family}-{size}"}}), changes)
         model = _model(family, WIDTHS[size], mlp_width=7 * WIDTHS[size] // 2)
         return self._changed(merge(merge(self._micro(), MICRO_RDM), model), changes)
 

@@ -113,4 +113,6 @@ def describe(values: Iterable[float], digits: int = 3) -> str:
     mean, half = interval(numbers)
     seeds = f"{len(numbers)} seed" + ("s" if len(numbers) > 1 else "")
     spread = f" ± {half:.{digits}f}" if math.isfinite(half) else ""
-    return f"{mean:.{digits}f}{spread} ({seeds})" if math.isfinite(mean) else f"diverged ({seeds})"
+    if math.isinf(mean):
+        return f"diverged ({seeds})"
+    return "undefined" if math.isnan(mean) else f"{mean:.{digits}f}{spread} ({seeds})"

@@ -1,0 +1,71 @@
+"""Appendix "Hyperparameters": the learning rates of AdamW and Muon that suit the Transformer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from parcae import plotting
+from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
+from parcae.experiments.scales import Scale
+from parcae.experiments.verdicts import Claim, always
+
+ADAMW = (2e-3, 4e-3, 8e-3, 1.6e-2)
+MUON = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+SHORT = {"micro": {"steps": 600}, "toy": {"steps": 3}}
+CLOSE = 0.02
+"""Nats above the best of the grid that the rates of all other experiments may be."""
+CHOSEN = (8e-3, 8e-3)
+
+
+class LrSweep(Experiment):
+    name = "lr-sweep"
+    title = "Learning rates of the Transformer"
+    in_paper = "the appendix on hyperparameters"
+    paper = "The sweep chose 8e-3 for AdamW and for Muon at 140M and 370M, 6e-3 at 770M and 1.3B."
+    core_hours = 0.6
+
+    def runs(self, scale: Scale) -> Iterator[Run]:
+        budget = SHORT.get(scale.name, {})
+        for lr, muon in itertools.product(ADAMW, MUON):
+            tree = scale.text("transformer", optimiser={"lr": lr, "muon_lr": muon}, budget=budget)
+            yield Run(scale.recipe(tree, 0), {"lr": lr, "muon_lr": muon, "seed": 0})
+
+    def claims(self, results: Results) -> list[Claim]:
+        losses = {(row["lr"], row["muon_lr"]): row["losses"].get("1") for row in results.rows}
+        known = {rates: loss for rates, loss in losses.items() if loss is not None}
+        statement = f"The paper's rates are within {CLOSE} nats of the best of the grid"
+        if CHOSEN not in known or len(known) < len(ADAMW) * len(MUON):
+            return [Claim(statement, always([]))]
+        best = min(known, key=known.__getitem__)
+        behind = known[CHOSEN] - known[best]
+        evidence = f"best at AdamW {best[0]:g}, Muon {best[1]:g}; the paper's {behind:.3f} above it"
+        return [Claim(statement, always([behind <= CLOSE]), evidence)]
+
+    def table(self, results: Results) -> Table:
+        rows = [
+            (f"AdamW {lr:g}", *(format_losses(results.loss(1, lr=lr, muon_lr=m)) for m in MUON))
+            for lr in ADAMW
+        ]
+        return ("", *(f"Muon {muon:g}" for muon in MUON)), rows
+
+    def draw(self, results: Results, path: Path) -> Path:
+        grid = np.full((len(ADAMW), len(MUON)), np.nan)
+        for row in results.rows:
+            grid[ADAMW.index(row["lr"]), MUON.index(row["muon_lr"])] = row["losses"].get(
+                "1", np.nan
+            )
+        with plotting.figure(width=5.0) as (canvas, panel):
+            image = panel.imshow(grid, cmap="viridis", origin="lower")
+            for (y, x), value in np.ndenumerate(grid):
+                if np.isfinite(value):
+                    panel.text(x, y, f"{value:.3f}", ha="center", va="center", color="white")
+            panel.set_xticks(range(len(MUON)), labels=[f"{rate:g}" for rate in MUON])
+            panel.set_yticks(range(len(ADAMW)), labels=[f"{rate:g}" for rate in ADAMW])
+            panel.set(title="Held-out loss", xlabel="Muon", ylabel="AdamW")
+            panel.grid(visible=False)
+            canvas.colorbar(image, ax=panel)
+            return plotting.save(canvas, path)

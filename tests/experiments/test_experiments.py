@@ -1,0 +1,184 @@
+"""Every experiment judges, tabulates and draws made-up results: none, some, all of its runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from parcae.experiments.experiment import Results, Run
+from parcae.experiments.reproduce import CATALOGUE
+from parcae.experiments.scales import TEST_LOOPS, Scale
+from parcae.experiments.tasks import TASKS
+from parcae.experiments.verdicts import Verdict
+from parcae.model.flops import effective_parameters
+from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
+
+MICRO = Scale("micro", seed_count=2)
+STEPS = [50, 100, 150]
+QUICK = [name for name in CATALOGUE if name != "unified"]  # its fits take seconds
+
+
+def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
+    """A row as if the run had been trained: losses follow a unified law, by `bonus` lower."""
+    labels, model = run.labels, run.recipe.model
+    steps = total_steps(run.recipe)
+    tokens, params = steps * tokens_per_step(run.recipe), effective_parameters(model)
+    floor = 2.0 + 110 * params**-0.5 + 40 * tokens**-0.35
+    noise = 0.002 * np.random.default_rng(labels["seed"]).standard_normal()
+    losses = {
+        str(t): floor - bonus + noise + 0.4 * math.exp(-6 * t / model.loop.mean_loops)
+        for t in (TEST_LOOPS if model.architecture == "looped" else (1,))
+    }
+    row = {
+        "key": run.key,
+        "flops": steps * flops_per_step(run.recipe),
+        "effective_params": params,
+        "core_minutes": 1.0,
+        "status": "finished",
+        "parameters": 350_000,
+        "tokens": tokens,
+        "losses": losses,
+        "spikes": 0,
+        "guessing": math.log(1024),
+        "training": {"step": STEPS, "loss": [5.0, 4.0, None]},
+        "telemetry": {
+            "step": STEPS,
+            **{name: [1.0, 2.0, 3.0] for name in ("state_norm", "residual", "input_norm")},
+            "spectral_radius": [0.5, 0.6, 0.7],
+            "readout_norm": [1.0, 1.5, 2.0],
+        },
+    }
+    assert not row.keys() & labels.keys()  # a label must not hide a measurement
+    row |= labels
+    if "task" in labels:
+        levels = TASKS[labels["task"]].levels
+        deepest = (1, 2, 3, 4, 6, 8, 12, 16) if labels["model"] == "looped" else (1,)
+        row["accuracy"] = {
+            str(t): {str(level): min(1.0, 0.2 + t / (4 * level) + noise) for level in levels}
+            for t in deepest
+        }
+    return row
+
+
+def results_of(name: str, count: int | None = None, **bonus: Any) -> Results:
+    runs = list({run.key: run for run in CATALOGUE[name].runs(MICRO)}.values())
+    rows = [made_up(run, _bonus(run, bonus)) for run in runs[:count]]
+    return Results(rows, len(runs))
+
+
+def _bonus(run: Run, bonus: dict[str, Any]) -> float:
+    chosen = {k: v for k, v in bonus.items() if k != "by"}
+    return bonus.get("by", 0.0) if chosen.items() <= dict(run.labels).items() else 0.0
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_claims_and_tables_of_any_part_of_the_results(name):
+    experiment = CATALOGUE[name]
+    for count in (0, 1, None):
+        results = results_of(name, count)
+        claims = experiment.claims(results)
+        assert claims
+        assert all(claim.verdict in get_args(Verdict) for claim in claims)
+        columns, rows = experiment.table(results)
+        assert all(len(row) == len(columns) for row in rows)
+    assert len(claims) == len({claim.statement for claim in claims})
+    assert "not run yet" not in {claim.verdict for claim in claims}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_figures(name, tmp_path):
+    path = CATALOGUE[name].draw(results_of(name), tmp_path / f"{name}.png")
+    assert path.stat().st_size > 5000
+
+
+def test_runs_are_unique_and_shared():
+    runs = {name: list(experiment.runs(MICRO)) for name, experiment in CATALOGUE.items()}
+    for planned in runs.values():
+        assert len({run.key for run in planned}) == len(planned)
+        assert all("seed" in run.labels for run in planned)
+    keys = {name: {run.key for run in planned} for name, planned in runs.items()}
+    assert keys["per-sequence"] <= keys["ablation-ladder"]
+    assert keys["prelude-norm"] <= keys["ablation-ladder"]
+    assert len(keys["unified"] - keys["isoflop"]) == 4  # the held-out runs
+    assert keys["fixed-or-sampled"] <= keys["truncated-sampling"]
+    for name in ("transformer-comparison", "test-time", "discretisation"):
+        assert len(keys[name] & keys["ablation-ladder"]) == 2, name  # Parcae itself, two seeds
+
+
+@pytest.mark.parametrize(
+    ("name", "better", "worse"),
+    [
+        ("transformer-comparison", {"model": "parcae"}, {"model": "transformer"}),
+        ("rdm-comparison", {"model": "Parcae"}, {"model": "RDM, residual norm"}),
+        ("discretisation", {"rule": "exact ZOH"}, {"rule": "Euler"}),
+    ],
+)
+def test_the_first_verdict_follows_the_numbers(name, better, worse):
+    def first(**bonus):
+        return CATALOGUE[name].claims(results_of(name, **bonus))[0].verdict
+
+    assert first(**better, by=0.6) == "shown"
+    assert first(**worse, by=1.2) == "contradicted"
+
+
+def test_divergence_at_a_radius_of_one():
+    experiment = CATALOGUE["lr-robustness"]
+    results = results_of("lr-robustness")
+    for row in results.rows:
+        if row["model"] == "RDM, pre-norm" and row["lr"] >= 4e-3:
+            row["losses"] = {}
+            row["telemetry"]["spectral_radius"] = [0.9, 1.1, 1.3]
+    verdicts = [claim.verdict for claim in experiment.claims(results)]
+    assert verdicts == ["shown", "shown", "shown"]
+    for row in results.rows:
+        row["telemetry"]["spectral_radius"] = [0.9, 0.9, 0.9]
+    assert experiment.claims(results)[2].verdict == "not shown at this scale"
+
+
+def test_the_form_of_curves_is_recognised():
+    results, agree = results_of("test-time"), {"shown", "shown weakly"}
+    exponential = [claim.verdict for claim in CATALOGUE["test-time"].claims(results)]
+    assert set(exponential) <= agree
+    for row in results.rows:
+        row["losses"] = {str(t): 3 + 0.4 / t for t in TEST_LOOPS}
+    power = [claim.verdict for claim in CATALOGUE["test-time"].claims(results)]
+    assert not set(power) & agree
+
+
+def test_an_optimum_above_one_loop_that_grows_with_the_budget():
+    results = results_of("isoflop")
+    for row in results.rows:  # parabolas whose optimum is 2 loops at first, and grows as C^0.4
+        distance = math.log(row["mu"]) - math.log(2 * (row["budget"] / 2.5e11) ** 0.4)
+        row["losses"] = {str(row["mu"]): 3 + 0.05 * distance**2 + 1e-4 * row["seed"]}
+    claims = CATALOGUE["isoflop"].claims(results)
+    assert [claim.verdict for claim in claims] == ["shown", "shown"]
+    assert claims[1].evidence.count("exponent 0.40") == 3
+    claims = CATALOGUE["isoflop"].claims(results_of("isoflop", mu=1, by=0.5))
+    assert claims[0].verdict == "contradicted"
+
+
+@pytest.mark.slow
+def test_the_unified_law_is_recovered(tmp_path):
+    results = results_of("unified")
+    claims = CATALOGUE["unified"].claims(results)
+    assert [claim.verdict for claim in claims] == ["shown", "shown", "shown"]
+    assert CATALOGUE["unified"].draw(results, tmp_path / "unified.png").exists()
+
+
+def test_accuracy_grows_from_one_loop_to_eight():
+    claims = CATALOGUE["reasoning"].claims(results_of("reasoning"))
+    assert claims[0].verdict == "shown"
+    assert "pointers" in claims[0].evidence
+
+
+def test_the_scale_of_the_paper_plans_its_models():
+    scale = Scale("paper")
+    presets = {run.recipe.model.width for run in CATALOGUE["rdm-comparison"].runs(scale)}
+    assert presets == {1024, 2048}
+    lrs = {run.recipe.optimiser.lr for run in CATALOGUE["lr-robustness"].runs(scale)}
+    assert lrs == {2e-4, 4e-4, 6e-4, 8e-4, 1e-3}
+    for experiment in CATALOGUE.values():
+        assert list(experiment.runs(scale))
