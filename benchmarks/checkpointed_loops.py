@@ -15,7 +15,7 @@ import torch
 
 import parcae
 from parcae.machine import keep_freed_memory
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 
 ROWS, LENGTH, LOOPS = 16, 128, 12
 

@@ -17,10 +17,10 @@ import numpy as np
 from parcae.experiments import paper_runs as paper
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.bootstrap import bootstrap, interval
-from parcae.laws.fit import fit_law
 from parcae.laws.forms import TRAINING, UNIFIED, Law
 from parcae.laws.isoflop import frontier, training_part
 from parcae.laws.model_runs import ModelRuns, runs_of_model
+from parcae.laws.optimise import fit_law
 
 LOSSES_AT = {
     "parcae-140m": ((2, 1e9), (8, 4e9), (12, 6e9), (4, 1e10), (8, 11.2e9), (8, 29.6e9), (16, 6e10)),

@@ -8,7 +8,7 @@ thread they are times of the thread, from which other programs on the machine ta
 
     products alone   only the matrix-vector products of one token in PyTorch, over the same bytes
     native, torch    passes in C++ and in PyTorch, with 1, 16 and 64 sequences
-    no cache         the prefix is computed again for every token (parcae.infer.reference)
+    no cache         the prefix is computed again for every token (benchmarks/reference.py)
     transformers     GPT-2 with as many layers as a token passes here, same width, with its cache;
                      omitted if transformers is not installed (pip install -e .[hf])
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import parcae
-from parcae.infer import reference
+import reference
 from parcae.infer.batch import Batch, Span
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.network import AnyNetwork, open_network

@@ -24,7 +24,7 @@ import parcae
 from parcae.console import err, out, table
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.branches import batches
-from parcae.evaluation.in_context import InContext, Questions
+from parcae.evaluation.core_suite import InContext, Questions
 from parcae.evaluation.jobs import DataFile, credit
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.suites import SEEDS

@@ -28,9 +28,9 @@ from scipy.optimize import minimize
 
 from parcae.console import track
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws.fit import DELTA, EVERY_START, Objective, descend, random_starts
 from parcae.laws.forms import CHINCHILLA, TRAINING, UNIFIED, Law
 from parcae.laws.model_runs import Points, points, runs_of_model
+from parcae.laws.optimise import DELTA, EVERY_START, Objective, descend, random_starts
 
 STARTS = 500
 

@@ -4,7 +4,7 @@
 
 All do forward, backward and a fused AdamW step on the same weights, tokens and depths, each in a
 process of its own, taking turns. The plain
-version (parcae.infer.reference, eager) loops every row to the batch's maximum, computes B e and the
+version (reference.py, eager) loops every row to the batch's maximum, computes B e and the
 value embeddings in every loop, and sees all logits at once. Ours runs as a user would run it,
 compiled; eager is printed too, with what each of its parts contributes. The peak memory is taken
 in processes of their own, at a vocabulary of 32,768.
@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import parcae
+import reference
 from measure import GemmRate
-from parcae.infer import reference
 from parcae.machine import keep_freed_memory
 from parcae.model import flops
 from parcae.model.depth import Depths, sample

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 
 pytest_plugins = ["evaluation_fixtures"]
 
@@ -25,7 +25,7 @@ LONGEST = (
     "system/test_docs.py",
     "training/test_resume.py",
     "model/test_compile.py",
-    "training/test_cost.py",
+    "training/test_plan.py",
     "sweeps/test_sweep_on_slurm.py",
     "system/test_torchrun.py",
     "system/test_slurm.py",

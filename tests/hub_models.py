@@ -9,7 +9,7 @@ from conftest import KINDS, randomised
 from parcae.config import LoopConfig, ModelConfig
 from parcae.hub.configuration_parcae import ParcaeConfig
 from parcae.hub.modeling_parcae import ParcaeForCausalLM
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.model.hf_format import to_hf_config, to_hf_weights
 
 

@@ -15,8 +15,8 @@ from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
 from parcae.infer.sequence import Completion
+from parcae.model.base import LanguageModel
 from parcae.model.blocks import Block, Rope
-from parcae.model.frame import LanguageModel
 from parcae.model.looped import LoopedModel
 
 VOCABULARY = 96

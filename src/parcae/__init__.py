@@ -24,10 +24,10 @@ _PUBLIC = {
     "experiments.reproduce": ("reproduce",),
     "files": ("FileError",),
     "hub.export": ("export",),
-    "hub.importing": ("import_model",),
+    "hub.import_model": ("import_model",),
     "infer.engine": ("Engine", "generate"),
     "infer.exit": ("register_exit_rule",),
-    "laws.analysis": ("fit",),
+    "laws.fit": ("fit",),
     "laws.predict": ("predict",),
     "model": ("create",),
     "model.depth": ("Depths",),
@@ -46,7 +46,7 @@ _PUBLIC = {
     "runs": ("load", "open_checkpoint"),
     "sweeps.run": ("sweep",),
     "tables": ("format_table",),
-    "training.cost": ("plan",),
+    "training.plan": ("plan",),
     "training.run": ("TrainResult", "train"),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
@@ -61,11 +61,11 @@ if TYPE_CHECKING:
     from parcae.experiments.reproduce import reproduce as reproduce
     from parcae.files import FileError as FileError
     from parcae.hub.export import export as export
-    from parcae.hub.importing import import_model as import_model
+    from parcae.hub.import_model import import_model as import_model
     from parcae.infer.engine import Engine as Engine
     from parcae.infer.engine import generate as generate
     from parcae.infer.exit import register_exit_rule as register_exit_rule
-    from parcae.laws.analysis import fit as fit
+    from parcae.laws.fit import fit as fit
     from parcae.laws.predict import predict as predict
     from parcae.model import create as create
     from parcae.model.depth import Depths as Depths
@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.sweeps.run import sweep as sweep
     from parcae.tables import format_table as format_table
-    from parcae.training.cost import plan as plan
+    from parcae.training.plan import plan as plan
     from parcae.training.run import TrainResult as TrainResult
     from parcae.training.run import train as train
 

@@ -10,7 +10,7 @@ import pytest
 from test_report_in_browser import BROWSER, lightness, title_in_browser
 
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws.analysis import fit
+from parcae.laws.fit import fit
 from parcae.laws.page import page_data, write_page
 from parcae.laws.predict import loss_at, recommend
 

@@ -15,8 +15,8 @@ import pytest
 
 from evaluation_fixtures import write_lines
 from parcae import cli
-from parcae.evaluation.compare import compare_evaluations
 from parcae.evaluation.jobs import DataFile
+from parcae.evaluation.paired import compare_evaluations
 from parcae.evaluation.perplexity import Passages
 from parcae.evaluation.results import Samples
 from parcae.evaluation.run import score_job

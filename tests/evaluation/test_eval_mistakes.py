@@ -10,7 +10,7 @@ import torch
 
 from evaluation_fixtures import WORDS, write_lines
 from parcae import cli, console
-from parcae.evaluation.in_context import Questions
+from parcae.evaluation.core_suite import Questions
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.perplexity import read_wikitext
 from parcae.evaluation.prompts import Prompt, Span

@@ -12,8 +12,8 @@ import pytest
 import parcae
 from parcae import cli
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.compare import compare_evaluations
 from parcae.evaluation.loss import totals_by_loops
+from parcae.evaluation.paired import compare_evaluations
 from parcae.evaluation.run import evaluate
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora

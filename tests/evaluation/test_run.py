@@ -9,7 +9,7 @@ import pytest
 import parcae
 from parcae.config import ConfigError
 from parcae.evaluation import tables
-from parcae.evaluation.compare import compare_evaluations
+from parcae.evaluation.paired import compare_evaluations
 from parcae.evaluation.suites import SUITES
 
 OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}

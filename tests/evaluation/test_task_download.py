@@ -15,7 +15,7 @@ import pytest
 
 from parcae import cli
 from parcae.config import ConfigError
-from parcae.data.hub import RemoteFile
+from parcae.data.downloads import RemoteFile
 from parcae.evaluation import suites
 from parcae.evaluation.suites import files_of
 from parcae.evaluation.tasks import (

@@ -22,14 +22,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER.parent), str(FOLDER.parents[1] / "src")]
+ROOT = FOLDER.parents[1]
+sys.path[:0] = [str(FOLDER.parent), str(ROOT / "src"), str(ROOT / "benchmarks")]
 
+import reference  # noqa: E402
 from conftest import RDM  # noqa: E402
 from parcae.config import LoopConfig, ModelConfig  # noqa: E402
-from parcae.infer import reference  # noqa: E402
 from parcae.model import create  # noqa: E402
+from parcae.model.base import LanguageModel  # noqa: E402
 from parcae.model.depth import Depths  # noqa: E402
-from parcae.model.frame import LanguageModel  # noqa: E402
 from parcae.training.optim import Optimiser  # noqa: E402
 from parcae.training.schedule import Factors  # noqa: E402
 from parcae.training.settings import OptimiserConfig  # noqa: E402

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import reference
 from golden import outputs
 from golden.outputs import DEPTHS, MODELS, OPTIMISERS, build, rounding
 from parcae import Engine
-from parcae.infer import reference
 from parcae.training.muon import COEFFICIENTS
 
 NAMES = pytest.mark.parametrize("name", MODELS)

@@ -21,7 +21,7 @@ from hub_models import in_transformers
 from parcae.cli import main
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.scorer import open_scorer
-from parcae.hub.importing import download_model
+from parcae.hub.import_model import download_model
 from parcae.hub.remote_code import remote_code
 from parcae.model.store import save
 

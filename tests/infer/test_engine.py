@@ -13,10 +13,10 @@ from oracles import VOCABULARY, flips, model_of, text_model, tokenizer
 from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer.engine import generate
-from parcae.infer.reference import generate as plainly
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs import open_checkpoint
+from reference import generate as plainly
 
 SAMPLED = {"temperature": 1.0, "top_k": 40, "loops": 3, "new_tokens": 10}
 

@@ -18,9 +18,9 @@ from parcae.commands.generate import unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.network import open_network
-from parcae.infer.reference import generate
 from parcae.infer.sequence import Meter, Piece, TextStream
 from parcae.model.store import save
+from reference import generate
 
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
 TOKENIZER = Tokenizer.train([TEXT], 280)

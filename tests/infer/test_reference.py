@@ -9,7 +9,7 @@ from conftest import KINDS, randomised, tiny
 from oracles import model_of
 from parcae.config import ConfigError
 from parcae.infer.engine import Engine
-from parcae.infer.reference import generate
+from reference import generate
 
 PROMPT = [5, 17, 80]
 

@@ -11,8 +11,8 @@ from conftest import KINDS, randomised, tiny
 from oracles import GreedyEngine as Engine
 from oracles import model_of
 from parcae.config import ConfigError
-from parcae.infer.reference import generate as plain
 from parcae.infer.sampling import NonFiniteLogits
+from reference import generate as plain
 
 PROMPTS = [[5, 17, 80], [1, 2, 3, 4], [9], [5, 17, 80, 7]]
 

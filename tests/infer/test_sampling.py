@@ -216,8 +216,9 @@ def test_logits_that_are_not_numbers(broken, temperature):
 
 
 def test_every_entry_point_has_one_default_temperature():
+    import reference
     from parcae.commands.generate import OPTIONS
-    from parcae.infer import DEFAULT_TEMPERATURE, reference
+    from parcae.infer import DEFAULT_TEMPERATURE
     from parcae.infer.engine import Engine
 
     signatures = (inspect.signature(call) for call in (Engine.request, reference.generate))

@@ -9,7 +9,7 @@ from oracles import VOCABULARY, model_of
 from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer import cache as cache_module
-from parcae.infer.reference import generate as plain
+from reference import generate as plain
 
 LONG = [(5 * i + 2) % VOCABULARY for i in range(24)]
 OPTIONS = {"loops": 3, "new_tokens": 6}

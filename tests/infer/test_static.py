@@ -15,7 +15,6 @@ from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
 from parcae.infer.layers import FoldedModel
 from parcae.infer.network import TorchNetwork
-from parcae.infer.reference import generate as plain
 from parcae.infer.sampling import (
     NonFiniteLogits,
     RowSampling,
@@ -28,6 +27,7 @@ from parcae.infer.sampling import (
 )
 from parcae.infer.static import Rows, StaticDecoder, decode_step
 from parcae.model import build
+from reference import generate as plain
 
 CPU = torch.device("cpu")
 PROMPTS = [[i + 1, 2 * i + 1, 7][: 1 + i % 3] for i in range(8)]

@@ -19,9 +19,9 @@ from parcae.laws.bootstrap import (
     sample_errors,
     warnings,
 )
-from parcae.laws.fit import Search, fit_law
 from parcae.laws.forms import TRAINING, UNIFIED
 from parcae.laws.model_runs import runs_of_model
+from parcae.laws.optimise import Search, fit_law
 from parcae.laws.table import FitError
 
 

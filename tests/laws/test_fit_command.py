@@ -11,10 +11,10 @@ import pytest
 from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws import figures
-from parcae.laws.analysis import fit
-from parcae.laws.fit import huber
+from parcae.laws.fit import fit
 from parcae.laws.forms import UNIFIED
 from parcae.laws.model_runs import runs_of_model
+from parcae.laws.optimise import huber
 from parcae.laws.page import write_page
 from parcae.laws.summary import markdown
 from parcae.laws.table import write_table

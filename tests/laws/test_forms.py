@@ -10,8 +10,8 @@ import pytest
 from scipy.optimize import approx_fprime
 
 from parcae.laws import forms as laws
-from parcae.laws.fit import Objective, huber
 from parcae.laws.model_runs import points
+from parcae.laws.optimise import Objective, huber
 
 BY_HAND = {
     "training": lambda v, p: (
@@ -141,7 +141,7 @@ def test_rows_may_have_targets_of_their_own(some_points):
 
 def test_nothing_of_it_imports_torch():
     script = (
-        "import sys, parcae.laws.analysis, parcae.laws.predict, parcae.laws.figures\n"
+        "import sys, parcae.laws.fit, parcae.laws.predict, parcae.laws.figures\n"
         "import parcae.laws.page, parcae.laws.summary\n"
         "assert 'torch' not in sys.modules and 'scipy' not in sys.modules\n"
         "assert not [name for name in sys.modules if name.startswith('parcae.model')]"

@@ -7,7 +7,7 @@ import pytest
 from scipy.interpolate import lagrange
 
 from parcae.experiments.paper_runs import paper_table
-from parcae.laws.analysis import fit
+from parcae.laws.fit import fit
 from parcae.laws.page import page_data
 from parcae.laws.predict import loss_at, recommend
 

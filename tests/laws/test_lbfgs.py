@@ -7,10 +7,10 @@ import pytest
 from scipy.optimize import minimize as scipys
 from scipy.optimize import rosen, rosen_der
 
-from parcae.laws.fit import Search, fit_law
 from parcae.laws.forms import TRAINING
 from parcae.laws.lbfgs import Schedule, minimise
 from parcae.laws.model_runs import points
+from parcae.laws.optimise import Search, fit_law
 
 
 class Rows:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parcae.experiments.paper_runs import cost, paper_table
-from parcae.laws.analysis import fit
+from parcae.laws.fit import fit
 from parcae.laws.model_runs import assign_sets, group_budgets, runs_of_model, shape_from
 from parcae.laws.table import SETS, FitError, Table, TableError, table_from_rows
 

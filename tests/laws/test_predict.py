@@ -13,7 +13,7 @@ from parcae.config import ConfigError
 from parcae.experiments.paper_runs import paper_table
 from parcae.files import FileError, write_sealed
 from parcae.laws import predict
-from parcae.laws.analysis import fit, read_fit
+from parcae.laws.fit import fit, read_fit
 from parcae.laws.forms import TRAINING, UNIFIED
 from parcae.laws.isoflop import flops_for, frontier
 

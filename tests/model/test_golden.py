@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import parcae
+import reference
 from parcae.files import FileError
-from parcae.infer import reference
-from parcae.model import release
-from parcae.model.release import our_name
+from parcae.model import release_format
+from parcae.model.release_format import our_name
 
 LOOPED = ("parcae-tiny", "rdm-prenorm-tiny")
 RELEASED = (*LOOPED, "gpt-tiny") if os.environ.get("PARCAE_TEST_DATA") else ()
@@ -46,7 +46,7 @@ HEADER = {
 
 def release_name(name: str) -> str:
     """The inverse of `our_name`."""
-    singles = {ours: key for key, ours in release._SINGLE.items()}
+    singles = {ours: key for key, ours in release_format._SINGLE.items()}
     singles["coda.norm.weight"] = "transformer.ln_f.weight"
     if name in singles:
         return singles[name]
@@ -54,7 +54,9 @@ def release_name(name: str) -> str:
         return f"value_embeds.{match[1]}.weight"
     match = re.fullmatch(r"(.+)\.(\d+)\.((?:norm|attn|mlp).+)\.weight", name)
     assert match is not None, name
-    stacks, parts = ({v: k for k, v in t.items()} for t in (release._STACK, release._BLOCK))
+    stacks, parts = (
+        {v: k for k, v in t.items()} for t in (release_format._STACK, release_format._BLOCK)
+    )
     return f"transformer.{stacks[match[1]]}.{match[2]}.{parts[match[3]]}.weight"
 
 
@@ -62,7 +64,7 @@ def release_name(name: str) -> str:
 def synthetic(tmp_path_factory):
     """A model of ours in the release's format, for what needs the format and no golden outputs."""
     folder = tmp_path_factory.mktemp("release")
-    config = release._translate(HEADER, {"value_tables.1.weight": torch.empty(0)}, (1, 3, 5))
+    config = release_format._translate(HEADER, {"value_tables.1.weight": torch.empty(0)}, (1, 3, 5))
     weights = {release_name(k): v.clone() for k, v in parcae.create(config).state_dict().items()}
     weights["lm_head.weight"] = weights["transformer.wte.weight"]
     (folder / "config.json").write_text(json.dumps(HEADER))

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reference
 from conftest import KINDS, randomised
-from parcae.infer import reference
 from parcae.model.depth import Depths
 
 LENGTH = 7

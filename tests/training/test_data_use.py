@@ -9,8 +9,8 @@ import pytest
 
 from parcae import cli
 from parcae.training.corpora import open_corpora, prepare_corpora
-from parcae.training.cost import plan
 from parcae.training.data_use import planned_use, use_of_plans
+from parcae.training.plan import plan
 from parcae.training.run import train
 from parcae.training.settings import DataConfig
 from training import runs

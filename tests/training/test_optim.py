@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from conftest import KINDS, randomised, tiny
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.presets import preset
 from parcae.training.optim import Optimiser, assign
 from parcae.training.schedule import Factors

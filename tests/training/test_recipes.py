@@ -91,7 +91,7 @@ def test_a_pair_differs_in_the_model_only(one, other):
     "path", [p for p in TRAINING if load(p.stem).run.device == "cuda"], ids=lambda path: path.stem
 )
 def test_the_large_ones_fit_their_devices(path):
-    from parcae.training.cost import plan
+    from parcae.training.plan import plan
 
     found = plan(load(path.stem), devices=8, device_flops="a100")
     assert found.tokens == pytest.approx(found.steps * found.tokens_per_step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from parcae.evaluation.compare import PairedComparison
+    from parcae.evaluation.paired import PairedComparison
     from parcae.report.comparison import Comparison
 
 

@@ -13,7 +13,7 @@ from parcae.evaluation.suites import DOWNLOADABLE
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from parcae.data.hub import RemoteFile, Report
+    from parcae.data.downloads import RemoteFile, Report
     from parcae.data.inspection import Inspection
     from parcae.data.shards import PreparedFolder
     from parcae.data.sources import ReadOptions
@@ -307,7 +307,7 @@ def _register_download(actions: Any) -> None:
 
 
 def run_download(arguments: argparse.Namespace) -> int:
-    from parcae.data.hub import resolve
+    from parcae.data.downloads import resolve
 
     if arguments.name in DOWNLOADABLE:
         return _download_tasks(arguments)
@@ -316,7 +316,7 @@ def run_download(arguments: argparse.Namespace) -> int:
 
 
 def _download_dataset(arguments: argparse.Namespace) -> int:
-    from parcae.data.hub import download
+    from parcae.data.downloads import download
 
     require(
         arguments.mirror is None,

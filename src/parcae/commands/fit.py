@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS
 
 if TYPE_CHECKING:
-    from parcae.laws.analysis import FitResult
+    from parcae.laws.fit import FitResult
     from parcae.laws.table import Table
 
 
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _progress_bar(table: Table) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal, advanced by the description of each step."""
     from parcae import console
-    from parcae.laws.analysis import STEPS_PER_MODEL, looped_models
+    from parcae.laws.fit import STEPS_PER_MODEL, looped_models
 
     with console.progress() as display:
         total = STEPS_PER_MODEL * len(looped_models(table)) + 1

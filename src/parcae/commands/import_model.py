@@ -28,7 +28,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.hub.importing import import_model
+    from parcae.hub.import_model import import_model
 
     folder = import_model(arguments.source, arguments.folder, revision=arguments.revision)
     console.print_text(f"wrote {folder}")

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parcae.training.cost import Plan
+    from parcae.training.plan import Plan
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     recipe = resolve_recipe(arguments.recipe, parse_flags(arguments.settings))
 
-    from parcae.training.cost import plan  # imports torch: errors of the recipe come first
+    from parcae.training.plan import plan  # imports torch: errors of the recipe come first
 
     estimate = plan(
         recipe, arguments.devices, arguments.utilisation, device_speed(arguments.device_flops)

@@ -15,8 +15,11 @@ A document passes these modules, in this order:
     packing        documents to rows
     loader         rows to batches, deterministic and resumable
 
-`hub` downloads datasets, `tokenizer_training` trains and compares tokenizers on files, and
-`inspection` measures prepared documents.
+Beside them:
+
+    downloads            datasets of the Hugging Face hub, and single files
+    tokenizer_training   train and compare tokenizers on files
+    inspection           measure prepared documents
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.data.hub import download
+    from parcae.data.downloads import download
     from parcae.data.inspection import inspect
     from parcae.data.loader import Batch, Loader, LoaderConfig, Source, validation_batches
     from parcae.data.preparation import prepare
@@ -56,7 +59,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "hub": ("download",),
+    "downloads": ("download",),
     "inspection": ("inspect",),
     "loader": ("Batch", "Loader", "LoaderConfig", "Source", "validation_batches"),
     "preparation": ("prepare",),

@@ -3,7 +3,7 @@
 run          `parcae.evaluate`, the library call
 suites       the suites by name
 tasks        the tasks of CORE: their table, files and downloads
-in_context   CORE and CORE-Extended: few-shot prompts, scores
+core_suite   CORE and CORE-Extended: few-shot prompts, scores
 zero_shot    the zero-shot tasks
 perplexity   WikiText, LAMBADA, files of texts
 loss         loss on rows of tokens; the suite `val` on a run
@@ -13,6 +13,6 @@ scorer       losses of a parcae model; `branches` computes what prompts share on
 hf_scorer    losses of a transformers model
 results      the folder of an evaluation; `item_scores` reads it back
 tables       tables and figure of a result
-compare      `parcae.compare`: two evaluations item by item
+paired       two evaluations item by item: differences, intervals, tests
 harness      parcae models in lm-evaluation-harness
 """

@@ -35,8 +35,8 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.scorer import LoopedScorer, Scorer, seeded_state
 from parcae.files import FileError
+from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
-from parcae.model.frame import IGNORED_TARGET, LanguageModel
 from parcae.runs import find_tokenizer, read_recipe_table
 from parcae.runs.layout import DATA_FOLDER, RECIPE_FILE
 

@@ -22,7 +22,7 @@ from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
 from parcae.files import exclusive, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.runs import run_of
 from parcae.runs.layout import EVALUATION_FOLDER
 

@@ -31,11 +31,11 @@ from parcae.infer.network import TorchNetwork
 from parcae.infer.request import check_whole
 from parcae.infer.sampling import NonFiniteLogits, check_logits
 from parcae.model import CONFIG_FILE
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.model.hf_format import is_hf
-from parcae.model.init import draw_state
+from parcae.model.init_weights import draw_state
 from parcae.model.looped import LoopedModel
-from parcae.model.release import is_release
+from parcae.model.release_format import is_release
 from parcae.model.store import FORMAT
 from parcae.runs import open_checkpoint
 

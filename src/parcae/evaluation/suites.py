@@ -110,7 +110,7 @@ def _open_zero_shot(options: SuiteOptions, scorer: Scorer) -> Suite:
 
 def _open_tasks(tasks: Callable[[], Sequence[Task]]) -> Callable[[SuiteOptions, Scorer], Suite]:
     def open_suite(options: SuiteOptions, scorer: Scorer) -> Suite:
-        from parcae.evaluation.in_context import open_in_context_suite
+        from parcae.evaluation.core_suite import open_in_context_suite
 
         return open_in_context_suite(
             tasks(),

@@ -31,7 +31,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from urllib.parse import urlsplit
 
 from parcae.config import ConfigError
-from parcae.data.hub import RemoteFile, Report, fetch, is_intact
+from parcae.data.downloads import RemoteFile, Report, fetch, is_intact
 from parcae.files import FileError, exclusive, reading
 from parcae.recipe import suggest
 

@@ -28,7 +28,7 @@ from parcae.config import ConfigError
 from parcae.data.loader import Batch
 from parcae.files import exclusive, write_text
 from parcae.machine import keep_freed_memory
-from parcae.model.frame import IGNORED_TARGET, LanguageModel
+from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.recipe import write_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.schema import suggest

@@ -22,7 +22,7 @@ from parcae.experiments.experiment import (
 from parcae.experiments.isoflop import BUDGETS, MEANS, SHAPES, shaped
 from parcae.experiments.scales import Scale
 from parcae.experiments.verdicts import Claim, always, positive
-from parcae.laws.analysis import ModelFit, fit
+from parcae.laws.fit import ModelFit, fit
 from parcae.laws.table import FitError
 from parcae.model.flops import effective_parameters
 

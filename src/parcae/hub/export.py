@@ -31,7 +31,7 @@ from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE
 if TYPE_CHECKING:
     from parcae.config import ModelConfig
     from parcae.data.tokenizer import Tokenizer
-    from parcae.model.frame import LanguageModel
+    from parcae.model.base import LanguageModel
 
 CARD_FILE = "README.md"
 FIGURE_FILE = "loss.png"

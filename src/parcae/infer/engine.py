@@ -40,7 +40,7 @@ from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling, noise, noise_of_device
 from parcae.infer.sequence import Completion, Piece, RunningSequence
 from parcae.infer.static import StaticDecoder
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.runs import Checkpoint, open_checkpoint
 
 MAX_ROWS = 4096

@@ -28,8 +28,8 @@ from parcae.config import BlockShape, ModelConfig
 from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache, Layout, Policy
 from parcae.infer.quantise import FloatMatrix, Matrix, Weights, aligned, matrix, to_int8
+from parcae.model.base import LanguageModel
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
-from parcae.model.frame import LanguageModel
 from parcae.model.injection import (
     AdditionInjection,
     ConcatenationInjection,

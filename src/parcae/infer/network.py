@@ -35,7 +35,7 @@ from parcae.infer.native.choice import Passes
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
 from parcae.infer.quantise import WEIGHTS, Weights
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 
 Layers = Literal["auto", "native", "torch", "static"]
 

@@ -17,10 +17,10 @@ from statistics import NormalDist
 
 import numpy as np
 
-from parcae.laws.fit import BOOTSTRAP, LawFit, Objective, Search, StartCounts, fit_law
 from parcae.laws.forms import Law
 from parcae.laws.lbfgs import minimise
 from parcae.laws.model_runs import Points
+from parcae.laws.optimise import BOOTSTRAP, LawFit, Objective, Search, StartCounts, fit_law
 from parcae.laws.table import FitError
 
 LEVEL = 0.9

@@ -19,8 +19,8 @@ import numpy as np
 
 from parcae import plotting
 from parcae.console import format_count, format_flops
-from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LawResult
+from parcae.laws.fit import FitResult, ModelFit
 from parcae.laws.isoflop import frontier, optimum
 from parcae.laws.model_runs import Points
 from parcae.laws.test_time import CurveFit, oracle_curve

@@ -1,327 +1,398 @@
-"""Fit one law: the objective, and its minimum from many random starts in one batch.
+"""Fit every law to a table of runs, and save the result: `parcae.fit`.
 
-fit_law(TRAINING, points)                              500 starts, successive halving
-fit_law(TRAINING, points, Search(halving=False))       every start to convergence
-fit_law(UNIFIED, points, frozen={"E": 2.66, ...})      only the other parameters are fitted
+    result = parcae.fit("runs.csv")
+    law = result.models["parcae-140m"].laws["training"]
+    law.values, law.intervals, law.quality.r_squared
+    result.save("out/fit")            # fit.json, summary.md, figures, laws.html
+
+A law that the data do not determine is not fitted; `not_fitted` has the reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from parcae.console import format_items
-from parcae.laws import DEFAULT_STARTS
-from parcae.laws.forms import COLUMN, Law
-from parcae.laws.lbfgs import Minimum, Schedule, minimise
-from parcae.laws.model_runs import Points
-from parcae.laws.table import FitError
+from parcae.config import ConfigError, require
+from parcae.files import FileError, read_sealed, write_sealed, write_text
+from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS, forms, isoflop, test_time
+from parcae.laws.bootstrap import (
+    LEVEL,
+    BootstrapSamples,
+    LawResult,
+    Quality,
+    assess,
+    interval,
+    leave_one_budget_out,
+)
+from parcae.laws.forms import LAWS, Law
+from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
+from parcae.laws.optimise import Search, StartCounts, fit_law
+from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
 
-DELTA = 1e-3
-"""Where the Huber loss changes from squares to absolute values, as in Hoffmann et al."""
-CHUNK = 16_384
-"""Residuals computed at once: arrays of this size stay in the cache, which is 2.5 times as fast as
-all rows at once."""
-SAME_OPTIMUM = 1e-6
-"""Relative difference of objectives below which two starts found the same optimum."""
-
-# The schedules of all fits in this package.
-EVERY_START = Schedule()
-"""Random starts of a law, followed to convergence."""
-HALVING = {8: 128, 16: 32, 32: 8, 48: 4, 64: 2}
-"""Successive halving: after this many rounds, only this many of the best starts continue."""
-SURVIVORS = Schedule(rounds=600, measured=(32, 48, 64, 80, 96, 112, 128, 160, 192, 256, 384, 512))
-"""Starts under successive halving. Those that have not converged after `rounds` are in a narrow
-valley bent by the Huber loss, where measured curvature misleads: they continue by `EVERY_START`."""
-POLISH = Schedule(slope=1e-9, decrease=1e-14, rounds=500, measured=(0, 20, 40, 80, 160, 320))
-"""The best of all starts, to full precision."""
-BOOTSTRAP = Schedule(slope=1e-4, decrease=1e-8, rounds=1000)
-"""Bootstrap samples, which start at the fit: more digits would be far below their spread. Curvature
-is not measured: where noise leaves a parameter undetermined, that would stop them too early."""
-CURVES = Schedule(slope=1e-3, decrease=1e-6, rounds=150)
-"""Random starts of test-time curves."""
-CURVES_POLISH = Schedule(slope=1e-8, decrease=1e-12, rounds=200, measured=(0, 20, 40, 80))
-"""The best start of each test-time curve."""
+Progress = Callable[[str], None]
+"""Called with a description when a step begins."""
+STEPS_PER_MODEL = 5
+MIN_BOOTSTRAP_SAMPLES = 20
+FORMAT = 2
+FIT_FILE, SUMMARY_FILE, PAGE_FILE = "fit.json", "summary.md", "laws.html"
+DIGITS = 9
+"""Significant digits of saved bootstrap samples: far below their spread."""
+REMEDY = "Write it again with `parcae fit`."
 
 
 @dataclass(frozen=True)
-class Search:
-    """How the optimum is searched for."""
+class FitSettings:
+    """The settings of a fit; the default numbers of starts are those of the paper."""
 
     starts: int = DEFAULT_STARTS
-    seed: int = 0
-    delta: float = DELTA
-    """Of the Huber loss; infinite for least squares."""
+    unified_starts: int = 2 * DEFAULT_STARTS
+    bootstrap_samples: int = field(default=DEFAULT_BOOTSTRAP_SAMPLES, metadata={"json": "draws"})
+    """0 for no intervals."""
     halving: bool = True
-    """Drop the worse starts early (`HALVING`) instead of following all to convergence."""
+    seed: int = 0
+
+    def search(self, starts: int) -> Search:
+        return Search(starts=starts, seed=self.seed, halving=self.halving)
+
+
+@dataclass(kw_only=True)
+class ModelLaws:
+    """The laws of one model and all else that a prediction needs; this part is read from a file."""
+
+    model: str
+    shape: Shape
+    spans: dict[str, tuple[float, float]]
+    """Lowest and highest mean_loops, tokens, flops and test_loops of the fitted runs."""
+    laws: dict[str, LawResult] = field(default_factory=dict)
+    """By name of the law; with the suffix `/frozen` if the training law was frozen."""
+    power_laws: dict[str, isoflop.PowerLaw] = field(default_factory=dict)
+    """`loops` and `tokens`: optima of the parabolas against FLOPs."""
+    warnings: list[str] = field(default_factory=list)
+    not_fitted: dict[str, str] = field(default_factory=dict)
+    """By law: the reason."""
+
+    def law(self, *names: str) -> LawResult:
+        """The first of these laws that was fitted."""
+        for name in names:
+            if name in self.laws:
+                return self.laws[name]
+        reason = next((self.not_fitted[name] for name in names if name in self.not_fitted), "")
+        raise ConfigError(
+            f"{self.model}: the law {names[0]!r} was not fitted. {reason or REMEDY}".strip()
+        )
+
+
+@dataclass(kw_only=True)
+class ModelFit(ModelLaws):
+    """The laws of one model, the runs they were fitted to, and comparisons with measurements."""
+
+    runs: ModelRuns
+    parabolas: dict[str, list[isoflop.Parabola]] = field(default_factory=dict)
+    test_time: test_time.TestTimeFits | None = None
+    conditionings: list[test_time.Conditioning] = field(default_factory=list)
+    fixed_depth: list[isoflop.FixedDepth] = field(default_factory=list)
+    held_out: list[test_time.HeldOut] = field(default_factory=list)
+
+    @property
+    def power_law_intervals(self) -> dict[str, tuple[float, float]]:
+        """90 % intervals of the exponents."""
+        return {
+            name: interval(law.sample_exponents())
+            for name, law in self.power_laws.items()
+            if law.samples
+        }
 
 
 @dataclass(frozen=True)
-class StartCounts:
-    """What became of the random starts of a fit."""
+class FitResult:
+    """All laws fitted to a table of runs."""
 
-    tried: int
-    followed: int
-    """Those that successive halving did not drop; the counts below are of these."""
-    converged: int
-    agreeing: int
-    """Those that found the best optimum."""
+    data: Table
+    models: dict[str, ModelFit]
+    gap_shares: list[GapShare]
+    settings: FitSettings
+
+    def table(self) -> list[dict[str, Any]]:
+        """One row per model, law and parameter, with its 90 % interval."""
+        rows = []
+        for model in self.models.values():
+            for name, law in model.laws.items():
+                intervals = law.intervals
+                for parameter, value in law.values.items():
+                    low, high = intervals.get(parameter, (None, None))
+                    row = {"model": model.model, "law": name, "parameter": parameter}
+                    rows.append({**row, "value": value, "low": low, "high": high})
+        return rows
+
+    def save(
+        self, folder: str | Path, *, figures: bool = True, progress: Progress = lambda _: None
+    ) -> list[str]:
+        """Write fit.json, summary.md and, with `figures`, the figures and laws.html.
+
+        Returns the names of the files, PNG figures only.
+        """
+        from parcae.laws.summary import markdown
+
+        folder = Path(folder)
+        write_sealed(folder / FIT_FILE, to_plain({"format": FORMAT, **_tree(self)}))
+        pages, pictures = [], []
+        if figures:
+            from parcae.laws.figures import draw_all
+            from parcae.laws.page import write_page
+
+            progress("figures")
+            pictures = draw_all(self, folder)
+            pages = [PAGE_FILE] if write_page(self, folder / PAGE_FILE) else []
+        write_text(folder / SUMMARY_FILE, markdown(self, pictures))
+        return [FIT_FILE, SUMMARY_FILE, *pages, *pictures]
 
 
-@dataclass(frozen=True)
-class LawFit:
-    """The parameters of a law that minimise the objective at some points."""
+def fit(
+    table: Any,
+    *,
+    starts: int = DEFAULT_STARTS,
+    unified_starts: int | None = None,
+    bootstrap_samples: int = DEFAULT_BOOTSTRAP_SAMPLES,
+    halving: bool = True,
+    seed: int = 0,
+    progress: Progress = lambda _: None,
+) -> FitResult:
+    """Fit all scaling laws to a table of runs.
 
-    law: Law
-    values: dict[str, float]
-    objective: float
-    """Sum over the points of the Huber loss (or of half the squares) in log loss."""
-    delta: float
-    frozen: tuple[str, ...]
-    points: Points
-    starts: StartCounts
-    slope: float
-    """Largest slope of the normalised objective at the optimum."""
+    `table` is a path (.csv, .parquet, or the folder of a sweep), a list of dicts, a dict of columns
+    or a DataFrame. Each law is fitted from `starts` random starts (unified laws from twice as many,
+    unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
+    are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
+    """
+    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", f"Use {DEFAULT_STARTS}.")
+    require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
+    require(
+        bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,
+        "bootstrap_samples",
+        f"{bootstrap_samples} are too few for intervals",
+        f"Use {MIN_BOOTSTRAP_SAMPLES} or more, or 0 for no intervals.",
+    )
+    data = as_table(table)
+    unified_starts = 2 * starts if unified_starts is None else unified_starts
+    settings = FitSettings(starts, unified_starts, bootstrap_samples, halving, seed)
+    names = looped_models(data)
+    models = {name: fit_model(runs_of_model(data, name), settings, progress) for name in names}
+    if not models:
+        raise FitError(f"{data.source}: no looped models, only Transformers. Add looped runs.")
+    if not any(model.laws or model.test_time or model.parabolas for model in models.values()):
+        reasons = dict.fromkeys(r for model in models.values() for r in model.not_fitted.values())
+        raise FitError(f"{data.source}: no law can be fitted. {' '.join(reasons)}")
+    return FitResult(data, models, gap_shares(data), settings)
 
-    def predict(self, at: Points) -> np.ndarray:
-        return self.law.predict(self.values, at)
 
-    def residuals(self) -> np.ndarray:
-        """log(measured / predicted) at the points."""
-        return np.log(self.points.loss) - np.log(self.predict(self.points))
-
-    def frozen_values(self) -> dict[str, float]:
-        return {name: self.values[name] for name in self.frozen}
+def looped_models(table: Table) -> list[str]:
+    return [name for name in table.models if not is_transformer(name)]
 
 
-def fit_law(
-    law: Law,
-    points: Points,
-    search: Search = Search(),  # noqa: B008
-    frozen: Mapping[str, float] | None = None,
-) -> LawFit:
-    """Fit a law to points; parameters in `frozen` keep their values."""
-    objective = Objective(law, points, delta=search.delta, frozen=frozen)
-    _check_enough(law, points, frozen or {})
-    start = random_starts(objective, search.starts, np.random.default_rng(search.seed))
-    ended, best = descend(objective, start, halving=search.halving)
-    coordinates = objective.bound.to_plain(objective.whole(best.theta))
-    values = {name: float(row[0]) for name, row in law.values(coordinates).items()}
-    _check_finite(law, values)
-    same = ended.values[ended.followed] <= best.values[0] * (1 + SAME_OPTIMUM) + 1e-9
-    return LawFit(
-        law=law,
-        values=values,
-        objective=objective.total(float(best.values[0])),
-        delta=search.delta,
-        frozen=tuple(frozen or ()),
-        points=points,
-        starts=StartCounts(
-            tried=search.starts,
-            followed=int(ended.followed.sum()),
-            converged=int(ended.converged[ended.followed].sum()),
-            agreeing=int(same.sum()),
-        ),
-        slope=float(best.slopes[0]),
+def fit_model(runs: ModelRuns, settings: FitSettings, progress: Progress) -> ModelFit:
+    """Fit all laws to the runs of one model, and compare them with its held-out runs."""
+    fitted = runs.points.take(runs.fitted)
+    columns = {"mean_loops": fitted.mean_loops, "tokens": fitted.tokens}
+    columns |= {"flops": runs.flops[runs.fitted], "test_loops": fitted.test_loops}
+    spans = {name: (float(v.min()), float(v.max())) for name, v in columns.items() if len(v)}
+    model = ModelFit(model=runs.model, shape=runs.shape, spans=spans, runs=runs)
+    progress(f"{runs.model}: parabolas")
+    _fit_parabolas(model, settings)
+    progress(f"{runs.model}: training law")
+    with _note_reason(model, "training"):
+        _fit_training(model, settings)
+    progress(f"{runs.model}: test-time curves")
+    with _note_reason(model, "test-time"):
+        _fit_test_time(model)
+    progress(f"{runs.model}: unified law")
+    with _note_reason(model, "unified"):
+        _fit_unified(model, settings)
+    progress(f"{runs.model}: comparisons")
+    training, unified = model.laws.get("training"), model.laws.get("unified")
+    if runs.fitted.any():
+        model.fixed_depth = isoflop.compare_fixed_depth(runs, training)
+    if training is not None:
+        model.held_out = test_time.predict_held_out(runs, training, unified)
+    return model
+
+
+@contextmanager
+def _note_reason(model: ModelFit, *names: str) -> Iterator[None]:
+    """Record why these laws were not fitted, instead of raising."""
+    try:
+        yield
+    except FitError as error:
+        model.not_fitted.update(dict.fromkeys(names, str(error)))
+
+
+def _fit_parabolas(model: ModelFit, settings: FitSettings) -> None:
+    runs, rows = model.runs, model.runs.training()
+    points, budget = runs.points.take(rows), runs.budget[rows]
+    model.warnings += runs.mixed_settings()
+    for name, where in (("loops", points.mean_loops), ("tokens", points.tokens)):
+        with _note_reason(model, f"parabolas in {name}"):
+            runs.check_losses()
+            parabolas = isoflop.fit_parabolas(where, points.loss, budget)
+            model.parabolas[name] = parabolas
+            if name == "loops":
+                model.warnings += isoflop.parabola_warnings(parabolas)
+            with _note_reason(model, f"power law of {name}"):
+                law = isoflop.fit_power_law(parabolas)
+                if count := settings.bootstrap_samples:
+                    samples = isoflop.bootstrap_parabolas(
+                        parabolas, where, points.loss, budget, count, settings.seed
+                    )
+                    law = isoflop.add_samples(law, samples)
+                    model.warnings += isoflop.power_law_warnings(name, law)
+                model.power_laws[name] = law
+
+
+def _fit_training(model: ModelFit, settings: FitSettings) -> None:
+    runs = model.runs
+    runs.check_training()
+    rows, search = runs.training(), settings.search(settings.starts)
+    law_fit = fit_law(forms.TRAINING, runs.points.take(rows), search)
+    left_out = leave_one_budget_out(forms.TRAINING, law_fit.points, runs.budget[rows], search)
+    result, messages = assess(law_fit, settings.bootstrap_samples, settings.seed, left_out)
+    model.laws["training"] = result
+    model.warnings += messages
+
+
+def _fit_test_time(model: ModelFit) -> None:
+    runs = model.runs
+    runs.check_test_time()
+    model.test_time, messages = test_time.analyse_curves(runs)
+    model.warnings += messages
+
+
+def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
+    runs = model.runs
+    runs.check_training()
+    runs.check_test_time()
+    points = runs.points.take(runs.fitted)
+    if len(np.unique(points.test_loops)) < 3:
+        raise FitError(
+            f"{model.model}: the grid was measured at fewer than three test_loops, which does not "
+            "determine the decay with T. Measure its runs at more."
+        )
+    if "training" not in model.laws:
+        raise FitError(model.not_fitted["training"])
+    training = model.laws["training"].values
+    search = settings.search(settings.unified_starts)
+    end_to_end = runs.curves(runs.held_out() & runs.in_set("end-to-end"), 2)
+    for law in forms.CONDITIONINGS:
+        joint = fit_law(law, points, search)
+        frozen = fit_law(law, points, search, frozen=training)
+        model.conditionings.append(test_time.conditioning(joint, frozen, end_to_end))
+        samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
+        model.laws[law.name], messages = assess(joint, samples, settings.seed)
+        model.warnings += messages
+        model.laws[f"{law.name}/frozen"], _ = assess(frozen, 0, settings.seed)
+
+
+def _tree(result: FitResult) -> dict[str, Any]:
+    """The contents of fit.json."""
+    data = result.data
+    return {
+        "data": {"source": data.source, "sha256": data.sha256, "rows": len(data)},
+        "effort": result.settings,
+        "level": LEVEL,
+        "models": {name: _model_tree(model) for name, model in result.models.items()},
+        "gap_shares": result.gap_shares,
+    }
+
+
+def _model_tree(model: ModelFit) -> dict[str, Any]:
+    return {
+        "fitted": {f.name: getattr(model, f.name) for f in dataclasses.fields(ModelLaws)},
+        "parabolas": model.parabolas,
+        "power_law_intervals": model.power_law_intervals,
+        "test_time": None if model.test_time is None else model.test_time.to_json(),
+        "conditionings": model.conditionings,
+        "fixed_depth": model.fixed_depth,
+        "held_out": model.held_out,
+    }
+
+
+def to_plain(value: Any) -> Any:
+    """`value` as JSON types: laws by name, arrays as lists, non-finite numbers as null."""
+    if isinstance(value, Law):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        tree = {f.metadata.get("json", f.name): to_plain(getattr(value, f.name)) for f in fields}
+        if isinstance(value, LawResult):
+            tree |= {"formula": value.law.formula, "intervals": to_plain(value.intervals)}
+        return tree
+    if isinstance(value, Mapping):
+        return {
+            f"{key:g}" if isinstance(key, float) else str(key): to_plain(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, np.ndarray):
+        return [to_plain(float(f"{number:.{DIGITS}g}")) for number in value.ravel().tolist()]
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(value) if math.isfinite(value) else None
+    return int(value) if isinstance(value, np.integer) else value
+
+
+def read_fit(path: str | Path) -> dict[str, ModelLaws]:
+    """The models of a fit.json, or of the folder that contains it, by name."""
+    path = Path(path)
+    path = path / FIT_FILE if path.is_dir() else path
+    tree = read_sealed(path, REMEDY)
+    if tree.get("format") != FORMAT:
+        raise FileError(f"{path}: format {tree.get('format')!r}, expected {FORMAT}. {REMEDY}")
+    try:
+        return {name: _read_model(name, model["fitted"]) for name, model in tree["models"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"{path}: not a fit ({type(error).__name__}: {error}). {REMEDY}") from None
+
+
+def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
+    shape = dict(tree["shape"])
+    measured = {float(loops): tuple(pair) for loops, pair in shape.pop("measured").items()}
+    return ModelLaws(
+        model=name,
+        shape=Shape(**shape, measured=measured),
+        spans={key: tuple(span) for key, span in tree["spans"].items()},
+        laws={key: _read_law(law) for key, law in tree["laws"].items()},
+        power_laws={
+            key: isoflop.PowerLaw(
+                law["factor"],
+                law["exponent"],
+                tuple(law["budgets"]),
+                tuple((factor, exponent) for factor, exponent in law.get("replicas", ())),
+            )
+            for key, law in tree["power_laws"].items()
+        },
+        warnings=list(tree["warnings"]),
+        not_fitted=dict(tree["not_fitted"]),
     )
 
 
-def huber(residuals: np.ndarray, delta: float = DELTA) -> np.ndarray:
-    """r^2 / 2 up to delta, delta (|r| - delta / 2) beyond."""
-    clipped = np.clip(residuals, -delta, delta)
-    return clipped * (residuals - clipped / 2)
-
-
-class Objective:
-    """Mean of huber(log prediction - log loss) / DELTA^2 for many rows of coordinates at once.
-
-    The division makes values and slopes of the order of 1 near the optimum for all data, so that
-    one schedule suits all; `total` gives the sum that papers report. Parameters in `frozen` keep
-    their values. With `log_losses` of shape [rows, points] each row has its own targets.
-    """
-
-    def __init__(
-        self,
-        law: Law,
-        points: Points,
-        *,
-        delta: float = DELTA,
-        frozen: Mapping[str, float] | None = None,
-        log_losses: np.ndarray | None = None,
-    ) -> None:
-        names = law.parameters
-        self.law = law
-        self.points = points
-        self.delta = delta
-        self.bound = law.bind(points, standardised=True)
-        self.log_losses = np.log(points.loss) if log_losses is None else log_losses
-        self.free = tuple(i for i, name in enumerate(names) if name not in (frozen or {}))
-        """Indices of the parameters that are fitted."""
-        self.base: np.ndarray | None = None
-        """Coordinates [parameters] of the frozen parameters; None if all are free."""
-        if frozen:
-            values = law.coordinates({name: frozen.get(name, 1.0) for name in names})
-            self.base = self.bound.from_plain(values)[:, 0]
-        self.scale = 1.0 / (DELTA * DELTA * len(points))
-
-    def __call__(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Values [rows] and gradients [free parameters, rows]."""
-        rows, size = theta.shape[1], max(1, CHUNK // len(self.points))
-        if rows <= size:
-            return self._compute(theta)
-        values, gradient = np.empty(rows), np.empty_like(theta)
-        for first in range(0, rows, size):
-            part = slice(first, first + size)
-            values[part], gradient[:, part] = self.take(part)._compute(theta[:, part])
-        return values, gradient
-
-    def _compute(self, theta: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        whole = self.whole(theta)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            losses, terms = self.bound.forward(whole)
-            residuals = np.log(losses)
-            residuals -= self.log_losses
-            if math.isinf(self.delta):
-                slopes = residuals
-                values = 0.5 * np.einsum("rn,rn->r", residuals, residuals)
-            else:
-                slopes = np.clip(residuals, -self.delta, self.delta)
-                values = np.einsum("rn,rn->r", slopes, residuals - 0.5 * slopes)
-            np.divide(slopes, losses, out=losses)
-            gradient = self.bound.backward(whole, terms, losses)
-        if len(self.free) < len(whole):
-            gradient = gradient[list(self.free)]
-        values *= self.scale
-        gradient *= self.scale
-        return values, gradient
-
-    def curvature(self, theta: np.ndarray) -> np.ndarray:
-        """Gauss-Newton Hessians [free, free, rows], positive semidefinite everywhere.
-
-        Residuals beyond delta have the weight delta / |r|, as in iterated least squares.
-        """
-        rows, size = theta.shape[1], max(1, CHUNK // len(self.points))
-        hessian = np.empty((len(self.free), len(self.free), rows))
-        for first in range(0, rows, size):
-            part = slice(first, first + size)
-            self.take(part)._fill_curvature(theta[:, part], hessian[:, :, part])
-        return hessian
-
-    def _fill_curvature(self, theta: np.ndarray, hessian: np.ndarray) -> None:
-        whole = self.whole(theta)
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            losses, terms = self.bound.forward(whole)
-            residuals = np.abs(np.log(losses) - self.log_losses)
-            weights = self.scale * np.minimum(1.0, self.delta / residuals)
-            factor = np.sqrt(weights) / losses
-            slopes = self.bound.derivatives(whole, terms)
-            chosen = [slopes[index] * factor for index in self.free]
-        for p, left in enumerate(chosen):
-            for q, right in enumerate(chosen[: p + 1]):
-                hessian[p, q] = hessian[q, p] = np.einsum("rn,rn->r", left, right)
-
-    def whole(self, theta: np.ndarray) -> np.ndarray:
-        """Coordinates of all parameters: `theta` for the free ones, the rest frozen."""
-        if self.base is None:
-            return theta
-        whole = np.repeat(self.base[:, None], theta.shape[1], axis=1)
-        whole[list(self.free)] = theta
-        return whole
-
-    def take(self, rows: np.ndarray | slice) -> Objective:
-        """The objective of some of the rows."""
-        if self.log_losses.ndim == 1:
-            return self
-        part = object.__new__(Objective)
-        part.__dict__.update(self.__dict__)
-        part.log_losses = self.log_losses[rows]
-        return part
-
-    def total(self, value: float) -> float:
-        """Convert a value of this objective to the sum of Huber losses over the points."""
-        return value / self.scale
-
-
-def descend(
-    objective: Objective, start: np.ndarray, *, halving: bool = True
-) -> tuple[Minimum, Minimum]:
-    """Minimise from all starts; return where they ended, and the best one polished."""
-    if halving:
-        ended = minimise(objective, start, SURVIVORS, halve)
-        _finish(objective, ended)
-    else:
-        ended = minimise(objective, start, EVERY_START)
-    best = ended.values.argmin()
-    return ended, minimise(objective, ended.theta[:, best : best + 1], POLISH)
-
-
-def halve(round_: int, values: np.ndarray) -> np.ndarray | None:
-    """The mask of the rows that continue after this round; None for all of them."""
-    count = HALVING.get(round_)
-    if count is None or len(values) <= count:
-        return None
-    kept = np.zeros(len(values), dtype=bool)
-    kept[np.argpartition(values, count)[:count]] = True
-    return kept
-
-
-def _finish(objective: Objective, ended: Minimum) -> None:
-    """Continue the survivors that have not converged by plain L-BFGS."""
-    rows = np.flatnonzero(ended.followed & ~ended.converged)
-    if len(rows):
-        finished = minimise(objective.take(rows), ended.theta[:, rows], EVERY_START)
-        ended.theta[:, rows] = finished.theta
-        ended.values[rows], ended.slopes[rows] = finished.values, finished.slopes
-        ended.converged[rows] = finished.converged
-
-
-def random_starts(objective: Objective, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Starts [free parameters, count] in standardised coordinates, wide around plausible values.
-
-    The floor is 10 to 100 % of the lowest loss. A term in N or D is 1 to 100 % of the mean loss at
-    the centre of the points; a term in T is 1 to 1000 % of the range of the losses at T = 0. A rate
-    changes its term by a factor of e^0.03 to e^5 within one standard deviation of the feature.
-    """
-    law, losses = objective.law, objective.points.loss
-    spread = max(float(losses.max() - losses.min()), 1e-6)
-    rows = [] if law.floor is None else [np.log(losses.min() * rng.uniform(0.1, 1.0, count))]
-    for decay in law.decays:
-        mean, low, high = (losses.mean(), 0.01, 1) if decay.is_centred else (spread, 0.01, 10)
-        if law.floor is None:
-            mean, low, high = losses.max(), 0.5, 2
-        rows.append(np.log(mean) + rng.uniform(math.log(low), math.log(high), count))
-        rows.append(rng.uniform(math.log(0.03), math.log(5), count))
-        if decay.exponent:
-            rows.append(rng.uniform(-0.5, 2.0, count))
-    return np.stack(rows)[list(objective.free)]
-
-
-def _check_enough(law: Law, points: Points, frozen: Mapping[str, float]) -> None:
-    free = [name for name in law.parameters if name not in frozen]
-    if len(points) <= len(free):
-        points_given = format_items(len(points), "point")
-        parameters = format_items(len(free), "parameter")
-        raise FitError(
-            f"{law.formula}: {points_given} cannot determine {parameters}. "
-            f"Measure at least {len(free) + 1}."
-        )
-    for decay in law.decays:
-        feature = decay.feature(points)
-        if decay.rate in free and np.ptp(feature) <= 1e-9 * np.abs(feature).max():
-            column = COLUMN.get(decay.feature, "test_loops")
-            raise FitError(
-                f"{law.formula}: all points have the same {column}, so {decay.amplitude} and "
-                f"{decay.rate} are not determined. Measure at several."
-            )
-
-
-def _check_finite(law: Law, values: Mapping[str, float]) -> None:
-    infinite = [name for name, value in values.items() if not math.isfinite(value)]
-    if infinite:
-        raise FitError(
-            f"{law.formula}: {' and '.join(infinite)} grow without bound: the points do not "
-            "determine them. Add runs that differ more in parameters and tokens."
-        )
+def _read_law(tree: dict[str, Any]) -> LawResult:
+    law, samples = LAWS[tree["law"]], None
+    if tree["draws"] is not None:
+        columns = tree["draws"]["values"]
+        values = {name: np.array(columns[name], dtype=float) for name in law.parameters}
+        samples = BootstrapSamples(values, tree["draws"]["converged"])
+    return LawResult(
+        law=law,
+        values={name: float(tree["values"][name]) for name in law.parameters},
+        samples=samples,
+        quality=None if tree["quality"] is None else Quality(**tree["quality"]),
+        frozen=tuple(tree["frozen"]),
+        starts=None if tree["starts"] is None else StartCounts(**tree["starts"]),
+        left_out={float(budget): error for budget, error in tree["left_out"].items()},
+    )

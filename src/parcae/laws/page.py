@@ -18,8 +18,8 @@ import numpy as np
 
 from parcae.console import format_count, format_flops
 from parcae.files import write_text
-from parcae.laws.analysis import FitResult, ModelFit, to_plain
 from parcae.laws.bootstrap import Estimate, LawResult, interval
+from parcae.laws.fit import FitResult, ModelFit, to_plain
 from parcae.laws.isoflop import Optimum, optimum
 from parcae.laws.model_runs import MAX_LOOPS, Points, Shape
 from parcae.plotting import page_style

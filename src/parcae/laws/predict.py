@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from parcae.config import ConfigError, require
-from parcae.laws.analysis import FitResult, ModelLaws, read_fit, to_plain
 from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate, interval
+from parcae.laws.fit import FitResult, ModelLaws, read_fit, to_plain
 from parcae.laws.forms import TRAINING
 from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
 from parcae.laws.model_runs import MAX_LOOPS

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcae.console import format_count, format_flops, format_items
-from parcae.laws.analysis import FitResult, ModelFit
 from parcae.laws.bootstrap import LEVEL, Estimate, LawResult
+from parcae.laws.fit import FitResult, ModelFit
 from parcae.tables import MISSING, escape_markdown, markdown_table
 
 

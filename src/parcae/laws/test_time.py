@@ -14,11 +14,11 @@ import numpy as np
 
 from parcae.console import format_count, format_items
 from parcae.laws.bootstrap import Estimate, LawResult, estimate, relative_errors
-from parcae.laws.fit import CURVES, CURVES_POLISH, LawFit, Objective, huber, random_starts
 from parcae.laws.forms import EXPONENTIAL, TEST_TIME, UNIFIED, Law
 from parcae.laws.isoflop import training_part
 from parcae.laws.lbfgs import minimise
 from parcae.laws.model_runs import ModelRuns, Points
+from parcae.laws.optimise import CURVES, CURVES_POLISH, LawFit, Objective, huber, random_starts
 from parcae.laws.table import SETS, FitError
 
 STARTS = 12

@@ -1,11 +1,16 @@
 """The models: what a looped model and its baselines are made of, and their weights on disk.
 
-frame        `LanguageModel`, the base class: embedding, head, loss
-looped       prelude, loop, coda               transformer   the baseline without a loop
-blocks       attention, MLP, norms             injection     how e enters each loop
-depth        samplers of the number of loops   init          initial values
-flops        parameters and FLOPs
-store        model folders                     release       checkpoints of the reference release
+base             `LanguageModel`, the base class: embedding, head, loss
+looped           prelude, loop, coda
+transformer      the baseline without a loop
+blocks           attention, MLP, norms
+injection        how e enters each loop
+depth            samplers of the number of loops
+init_weights     initial values of all weights
+flops            parameters and FLOPs
+store            model folders
+release_format   checkpoints of the authors' reference release
+hf_format        folders of transformers models
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from parcae.config import ModelConfig
-    from parcae.model.frame import LanguageModel
+    from parcae.model.base import LanguageModel
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -27,7 +32,7 @@ def build(config: ModelConfig) -> LanguageModel:
     """The model a configuration describes, without memory for its weights (on the meta device)."""
     import torch
 
-    from parcae.model.init import Unfilled
+    from parcae.model.init_weights import Unfilled
     from parcae.model.looped import LoopedModel
     from parcae.model.transformer import Transformer
 
@@ -48,7 +53,7 @@ def create(
     """
     import torch
 
-    from parcae.model.init import init_weights
+    from parcae.model.init_weights import init_weights
     from parcae.presets import preset
     from parcae.recipe import build as build_config
     from parcae.recipe import merge, plain

@@ -23,7 +23,7 @@ from parcae.config import BlockShape, ModelConfig
 from parcae.model import build
 from parcae.model.blocks import GATE_CHANNELS
 from parcae.model.depth import Depths
-from parcae.model.init import Unfilled
+from parcae.model.init_weights import Unfilled
 from parcae.model.injection import build_injection
 from parcae.registry import INJECTIONS
 

@@ -20,10 +20,10 @@ from torch._C._dynamo import eval_frame
 from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
+from parcae.model.base import LanguageModel, LoopRequest, Output, Trajectory
 from parcae.model.blocks import Rope, Stack, Values
 from parcae.model.depth import Depths, Schedule, check_loops, sample_rows
-from parcae.model.frame import LanguageModel, LoopRequest, Output, Trajectory
-from parcae.model.init import draw_state, draw_state_rows
+from parcae.model.init_weights import draw_state, draw_state_rows
 from parcae.model.injection import build_injection
 
 Record = Literal["states", "residuals", "logits"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from parcae.config import ConfigError, ModelConfig
 from parcae.files import FileError, atomic_path, flush, read_json, to_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE, build
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
 from parcae.recipe import plain
 
@@ -54,7 +54,7 @@ def header(config: ModelConfig) -> dict[str, Any]:
 def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageModel:
     """The model in a model folder, in evaluation mode. Checksums are not verified here."""
     from parcae.model.hf_format import is_hf, read_hf
-    from parcae.model.release import is_release, read_release
+    from parcae.model.release_format import is_release, read_release
 
     content = read_json(folder / CONFIG_FILE)
     if is_release(content):
@@ -71,7 +71,7 @@ def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageMode
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of the model in a model folder."""
     from parcae.model.hf_format import from_hf_config, is_hf
-    from parcae.model.release import is_release, read_release
+    from parcae.model.release_format import is_release, read_release
 
     content = read_json(folder / CONFIG_FILE)
     if is_hf(content):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from parcae.config import ModelConfig
+from parcae.model.base import LanguageModel, LoopRequest, Output
 from parcae.model.blocks import Stack
-from parcae.model.frame import LanguageModel, LoopRequest, Output
 
 
 class Transformer(LanguageModel):

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from parcae.config import ConfigError
 from parcae.console import format_items
-from parcae.evaluation.compare import PairedComparison, compare_evaluations, scores_at
 from parcae.evaluation.item_scores import Evaluation, evaluation_of, read_evaluation
+from parcae.evaluation.paired import PairedComparison, compare_evaluations, scores_at
 from parcae.evaluation.results import RESULT, EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.files import FileError

@@ -23,7 +23,7 @@ from torch import Tensor
 from parcae import plotting
 from parcae.config import require
 from parcae.infer.sampling import check_logits
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.model.looped import LoopedModel
 
 MONOSPACE = "DejaVu Sans Mono"

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from parcae import console, plotting
 from parcae.config import require
 from parcae.files import atomic_path, write_text
-from parcae.laws.analysis import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
+from parcae.laws.fit import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
 from parcae.laws.table import TABLE_FILE
 from parcae.report.comparison import compare
 from parcae.report.figures import LOOP, TRAINING

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from parcae.data.tokenizer import Tokenizer
-    from parcae.model.frame import LanguageModel
+    from parcae.model.base import LanguageModel
 
 
 class Checkpoint(NamedTuple):

@@ -1,7 +1,7 @@
 """Sweeps: a grid of training runs, planned, trained and collected in one table.
 
 run        parcae.sweep, the library call
-plan       the runs of a grid             estimate   how long they take
+grid       the runs of a grid             estimate   how long they take
 folder     files of a sweep, run states   progress   terminal output
 launch     local processes                slurm      cluster jobs        worker   one run
 """

@@ -12,10 +12,10 @@ import torch
 from parcae import console
 from parcae.data.loader import Batch
 from parcae.model.flops import token_flops
-from parcae.sweeps.plan import PlannedRun
-from parcae.training.cost import UTILISATION, plan
+from parcae.sweeps.grid import PlannedRun
 from parcae.training.distributed import Workers, find_device
 from parcae.training.learner import Learner
+from parcae.training.plan import UTILISATION, plan
 from parcae.training.schedule import flops_per_step
 from parcae.training.settings import Recipe
 

@@ -33,7 +33,7 @@ from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import read_result, read_status
 from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
-from parcae.sweeps.plan import PlannedRun
+from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
 from parcae.training.run import differences

@@ -14,7 +14,7 @@ from parcae.laws.isoflop import MIN_DEPTHS
 from parcae.runs import last_step, read_status
 from parcae.sweeps.estimate import Estimate
 from parcae.sweeps.folder import RunState
-from parcae.sweeps.plan import PlannedRun
+from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 
 POLL_SECONDS = 1.0

@@ -17,8 +17,8 @@ from parcae.recipe import build, from_file
 from parcae.runs import read_result
 from parcae.sweeps.estimate import Estimate, estimate
 from parcae.sweeps.folder import RunState, SweepFolder, training_tokens
+from parcae.sweeps.grid import Grid, PlannedRun, plan_sweep
 from parcae.sweeps.launch import LocalWorkers, environments, threads_per_worker, visible_devices
-from parcae.sweeps.plan import Grid, PlannedRun, plan_sweep
 from parcae.sweeps.progress import (
     SweepProgress,
     note_on_budgets,

@@ -9,6 +9,8 @@ schedule            length of a run, learning rates over it
 corpora, data_use   data of a run; what it uses of it
 distributed         devices and processes: one, DDP, FSDP2
 checkpoint_writer   writing checkpoints and reading them back
-log, telemetry, guard           measurements, progress display, divergence
-cost, memory_estimate           `parcae.plan`
+log, telemetry      measurements, progress display
+divergence          when a run stops as diverged
+plan                `parcae.plan`: parameters, FLOPs, memory and time before a run
+memory_estimate     its memory
 """

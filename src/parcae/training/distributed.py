@@ -31,8 +31,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
 from parcae.files import FileError
-from parcae.model.frame import LanguageModel
-from parcae.model.init import init_weights
+from parcae.model.base import LanguageModel
+from parcae.model.init_weights import init_weights
 from parcae.model.looped import LoopedModel
 from parcae.training.settings import RunConfig
 

@@ -16,13 +16,13 @@ from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import build
+from parcae.model.base import LanguageModel
 from parcae.model.flops import executed
-from parcae.model.frame import LanguageModel
 from parcae.model.store import header
 from parcae.training.checkpoint_writer import Snapshot
 from parcae.training.corpora import TrainingData
 from parcae.training.distributed import Workers, compute_dtype
-from parcae.training.guard import Guard
+from parcae.training.divergence import Guard
 from parcae.training.optim import Optimiser
 from parcae.training.schedule import factors, total_steps
 from parcae.training.settings import Recipe, plain_recipe

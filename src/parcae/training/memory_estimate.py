@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 from parcae import console
 from parcae.machine import available_memory
 from parcae.model import build
+from parcae.model.base import LOSS_CHUNK, MIXED_LOSS_CHUNK, LanguageModel
 from parcae.model.flops import parameter_count
-from parcae.model.frame import LOSS_CHUNK, MIXED_LOSS_CHUNK, LanguageModel
 from parcae.model.looped import LoopedModel
 from parcae.training.distributed import compute_dtype
 from parcae.training.muon import Muon

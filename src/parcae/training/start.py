@@ -18,7 +18,7 @@ from parcae.runs import find_checkpoint, load, weights_checksum
 from parcae.runs.layout import is_checkpoint_path, step_of
 
 if TYPE_CHECKING:
-    from parcae.model.frame import LanguageModel
+    from parcae.model.base import LanguageModel
     from parcae.training.distributed import Workers
     from parcae.training.settings import Recipe, StartConfig
 

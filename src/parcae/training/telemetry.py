@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcae.model.frame import LanguageModel
+from parcae.model.base import LanguageModel
 from parcae.model.injection import Injection
 from parcae.model.looped import LoopedModel, LoopInputs
 

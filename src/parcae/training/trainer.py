@@ -22,13 +22,13 @@ from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
-from parcae.training.cost import UTILISATION, peak_flops, step_seconds
 from parcae.training.data_use import use_of_plans
 from parcae.training.distributed import Workers, deterministic, open_workers
-from parcae.training.guard import diagnose
+from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
 from parcae.training.log import Display, Log, finite, open_sinks
 from parcae.training.memory_estimate import choose_micro_batch
+from parcae.training.plan import UTILISATION, peak_flops, step_seconds
 from parcae.training.run import read_recipe, resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe

@@ -16,7 +16,9 @@ from evaluation_fixtures import SENTENCE, write_lines
 from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.compare import (
+from parcae.evaluation.item_scores import Evaluation, Key, read_evaluation
+from parcae.evaluation.jobs import standard_error
+from parcae.evaluation.paired import (
     choose_loops,
     compare_at,
     compare_evaluations,
@@ -25,8 +27,6 @@ from parcae.evaluation.compare import (
     scores_at,
     sign_test,
 )
-from parcae.evaluation.item_scores import Evaluation, Key, read_evaluation
-from parcae.evaluation.jobs import standard_error
 from parcae.files import FileError, write_json, write_sealed
 from parcae.model import create
 from parcae.model.store import save

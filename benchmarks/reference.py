@@ -19,8 +19,8 @@ from torch import Tensor
 from parcae.infer import DEFAULT_TEMPERATURE
 from parcae.infer.request import check_prompt, check_whole
 from parcae.infer.sampling import Sampling, pick
+from parcae.model.base import LanguageModel
 from parcae.model.depth import Depths
-from parcae.model.frame import LanguageModel
 
 
 def generate(

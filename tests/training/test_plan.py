@@ -15,13 +15,13 @@ from parcae.cli import main
 from parcae.machine import StopSignals
 from parcae.recipe import merge, read_toml
 from parcae.training import memory_estimate, trainer
-from parcae.training.cost import peak_flops, plan
 from parcae.training.memory_estimate import (
     MicroBatch,
     checkpoint_bytes,
     choose_micro_batch,
     estimate_memory,
 )
+from parcae.training.plan import peak_flops, plan
 from parcae.training.run import read_recipe, train
 from parcae.training.settings import plain_recipe, recipe_from_tree
 from training import runs

@@ -13,8 +13,8 @@ from fitting import chinchilla_points, plain_function
 from parcae.experiments import paper_runs as paper
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws import forms as laws
-from parcae.laws.fit import Objective, Search, descend, fit_law, halve, huber, random_starts
 from parcae.laws.model_runs import runs_of_model
+from parcae.laws.optimise import Objective, Search, descend, fit_law, halve, huber, random_starts
 from parcae.laws.table import FitError
 
 

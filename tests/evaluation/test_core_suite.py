@@ -14,7 +14,7 @@ import one_at_a_time
 import parcae
 from evaluation_fixtures import score_all
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.in_context import (
+from parcae.evaluation.core_suite import (
     InContext,
     Questions,
     draw_examples,

@@ -13,7 +13,7 @@ import parcae
 from parcae import cli
 from parcae.training import learner as learner_module
 from parcae.training.distributed import Workers
-from parcae.training.guard import Guard, diagnose
+from parcae.training.divergence import Guard, diagnose
 from parcae.training.learner import Learner
 from parcae.training.run import TrainResult, train
 from parcae.training.trainer import Trainer

@@ -11,7 +11,7 @@ import torch
 
 from conftest import KINDS, tiny
 from parcae.model import create
-from parcae.model.init import init_weights
+from parcae.model.init_weights import init_weights
 
 
 def test_scaled_zero():

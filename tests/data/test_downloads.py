@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from parcae.config import ConfigError
-from parcae.data import hub
-from parcae.data.hub import RemoteFile, download, resolve
+from parcae.data import downloads
+from parcae.data.downloads import RemoteFile, download, resolve
 from parcae.data.preparation import prepare
 from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
@@ -138,7 +138,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
 
 def fetch(
     server: SmallHub, folder: Path, inside: str = "sample/10BT", **options: object
-) -> hub.Dataset:
+) -> downloads.Dataset:
     name = f"{REPOSITORY}:{inside}"
     return download(name, folder, endpoint=server.endpoint, **options)  # type: ignore[arg-type]
 
@@ -355,7 +355,7 @@ def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
     for count in (0, -1):
         with pytest.raises(ConfigError, match=f"first_files: {count} is out of range"):
             fetch(server, tmp_path / "none", first_files=count)
-    (tmp_path / "texts" / hub.RECORD).write_text("{}")
+    (tmp_path / "texts" / downloads.RECORD).write_text("{}")
     with pytest.raises(
         FileError, match=r"changed since it was written.*Delete it; files that are complete"
     ):

@@ -12,7 +12,7 @@ from parcae.model import create
 from parcae.recipe import merge, write_toml
 from parcae.sweeps.estimate import Estimate, estimate
 from parcae.sweeps.folder import SweepFolder, sets_of
-from parcae.sweeps.plan import Grid, plan_sweep
+from parcae.sweeps.grid import Grid, plan_sweep
 from parcae.sweeps.progress import note_on_depths, note_on_test_loops
 from training.runs import TREE
 
