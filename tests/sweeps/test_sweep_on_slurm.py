@@ -49,7 +49,7 @@ def control(*words):
     return subprocess.run(["scontrol", *words], capture_output=True, text=True)
 
 
-def wait_for(what, folder, seconds=240):
+def wait_for(what, folder, seconds=600):
     end = time.monotonic() + seconds
     while not what():
         logs = "".join(path.read_text()[-2000:] for path in sorted(folder.glob("*/*.[lo][ou][gt]")))

@@ -58,6 +58,8 @@ class Stopped:
                 os.kill(os.getpid(), self.signal)
 
         Trainer._train_step = stop_after_two
+        if self.signal == signal.SIGINT:  # ignored in what a script starts in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return main(self.command)
 
 
