@@ -42,7 +42,7 @@ def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
         "tokens": tokens,
         "losses": losses,
         "spikes": 0,
-        "guessing": math.log(1024),
+        "guessing": math.log(512),
         "training": {"step": STEPS, "loss": [5.0, 4.0, None]},
         "telemetry": {
             "step": STEPS,
@@ -150,8 +150,8 @@ def test_the_form_of_curves_is_recognised():
 
 def test_an_optimum_above_one_loop_that_grows_with_the_budget():
     results = results_of("isoflop")
-    for row in results.rows:  # parabolas whose optimum is 2 loops at first, and grows as C^0.4
-        distance = math.log(row["mu"]) - math.log(2 * (row["budget"] / 2.5e11) ** 0.4)
+    for row in results.rows:  # parabolas whose optimum is 2.5 loops at first, and grows as C^0.4
+        distance = math.log(row["mu"]) - math.log(2.5 * (row["budget"] / 1e11) ** 0.4)
         row["losses"] = {str(row["mu"]): 3 + 0.05 * distance**2 + 1e-4 * row["seed"]}
     claims = CATALOGUE["isoflop"].claims(results)
     assert [claim.verdict for claim in claims] == ["shown", "shown"]
@@ -172,6 +172,8 @@ def test_accuracy_grows_from_one_loop_to_eight():
     claims = CATALOGUE["reasoning"].claims(results_of("reasoning"))
     assert claims[0].verdict == "shown"
     assert "pointers" in claims[0].evidence
+    harder = CATALOGUE["reasoning-harder"].claims(results_of("reasoning-harder"))
+    assert harder[2].verdict == "shown"
 
 
 def test_the_scale_of_the_paper_plans_its_models():

@@ -40,13 +40,13 @@ SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 """By scale and name: what differs from the scale's first size."""
 BUDGETS = {
-    "micro": (2.5e11, 5e11, 1e12, 2e12),
+    "micro": (1e11, 2.5e11, 6e11),
     "toy": (1e9, 2e9),
     "140m": (1e18, 2e18, 4e18, 8e18, 16e18, 64e18),
     "370m": (32e18, 64e18, 128e18),
 }
 """Training FLOPs, by scale or, for the paper, by model."""
-MEANS = {"micro": (1, 2, 3, 4, 6, 8), "toy": (1, 2), "paper": (1, 2, 4, 6, 8, 10, 12)}
+MEANS = {"micro": (1, 2, 3, 4, 8), "toy": (1, 2), "paper": (1, 2, 4, 6, 8, 10, 12)}
 
 
 class IsoFlop(Experiment):
@@ -58,7 +58,7 @@ class IsoFlop(Experiment):
         "mu = 1: mu* = 2, 2, 4, 6, 8, 10 at 1, 2, 4, 8, 16, 64e18 FLOPs. mu* grows as C^0.40, "
         "tokens as C^0.78; the frontier lies below that of fixed depth."
     )
-    core_hours = 6.0
+    core_hours = 1.8
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, shape in itertools.product(scale.seeds, SHAPES[scale.name]):

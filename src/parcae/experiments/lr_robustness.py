@@ -34,7 +34,7 @@ RATES = {
     "toy": (1e-3, 1.6e-2),
 }
 """Small models take larger rates: the grid at micro scale begins at the paper's largest."""
-SHORT = {"micro": {"steps": 500}, "toy": {"steps": 3}}
+SHORT = {"micro": {"steps": 400}, "toy": {"steps": 3}}
 
 
 class LrRobustness(Experiment):
@@ -46,7 +46,7 @@ class LrRobustness(Experiment):
         "residual-norm RDM at the first two, Parcae at all five. Divergent runs learn a spectral "
         "radius of at least 1, convergent ones stay below."
     )
-    core_hours = 2.5
+    core_hours = 0.8
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         budget = SHORT.get(scale.name, {})

@@ -12,13 +12,13 @@ from parcae.files import write_text
 INTRODUCTION = """\
 # The paper, reproduced
 
-Every claim of the paper and what came of it at small scale: about 350 thousand parameters and four
-million tokens a run, on one core. Written by `parcae reproduce`; verdicts follow by rule from the
-numbers and their spread over seeds, and the rules (`experiments/verdicts.py`) were fixed before the
-runs: *shown* where the whole 95 % interval of the effect agrees with the claim, *shown weakly*
-where every seed agrees but the interval includes zero, *contradicted* where the whole interval
-disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over seeds. Models
-that are compared are paired by seed: they see the same batches at the same depths.
+Every claim of the paper and what came of it at small scale: about 200 thousand parameters and a
+million tokens a run, two minutes of one core. Written by `parcae reproduce`; verdicts follow by
+rule from the numbers and their spread over seeds, and the rules (`experiments/verdicts.py`) were
+fixed before the runs: *shown* where the whole 95 % interval of the effect agrees with the claim,
+*shown weakly* where every seed agrees but the interval includes zero, *contradicted* where the
+whole interval disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over
+seeds. Models that are compared are paired by seed: they see the same batches at the same depths.
 """
 
 

@@ -22,7 +22,7 @@ from parcae.experiments.page import write_page
 from parcae.experiments.per_sequence import PerSequence
 from parcae.experiments.prelude_norm import PreludeNorm
 from parcae.experiments.rdm_comparison import RdmComparison
-from parcae.experiments.reasoning import Reasoning
+from parcae.experiments.reasoning import HarderReasoning, Reasoning
 from parcae.experiments.scales import Scale, ScaleName
 from parcae.experiments.store import Store
 from parcae.experiments.test_time import TestTime
@@ -38,10 +38,10 @@ CATALOGUE: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Reasoning(),
-        LrRobustness(),
-        RdmComparison(),
         TransformerComparison(),
         TestTime(),
+        RdmComparison(),
+        LrRobustness(),
         AblationLadder(),
         PerSequence(),
         PreludeNorm(),
@@ -50,6 +50,7 @@ CATALOGUE: dict[str, Experiment] = {
         Discretisation(),
         IsoFlop(),
         Unified(),
+        HarderReasoning(),
         LrSweep(),
         ChooseMu(),
     )

@@ -30,9 +30,9 @@ OF_THE_LOOP = ("loop", "injection", "discretisation", "readout", "prelude_norm")
 """Settings of the command line that do not concern a Transformer."""
 
 MICRO_TEXT: Tree = {
-    "model": {"vocab_size": 1024, "context_length": 128},
+    "model": {"vocab_size": 512, "context_length": 64},
     "data": {"sources": ["text:expository"], "global_batch": 16, "micro_batch": 16},
-    "budget": {"steps": 2000},
+    "budget": {"steps": 1000},
     "schedule": {"momentum_warmup_steps": 100},
     "run": {
         "device": "cpu",
@@ -45,7 +45,7 @@ MICRO_TEXT: Tree = {
         "keep_best": False,
     },
 }
-"""4.1 million tokens of textbooks and encyclopedia leads for a third of a million parameters."""
+"""A million tokens of textbooks and encyclopedia leads for 0.2 million parameters."""
 
 MICRO_RDM: Tree = {
     "optimiser": {"kind": "adamw-atan2", "lr": 2e-3, "beta1": 0.9, "weight_decay": 4e-5},
@@ -82,6 +82,11 @@ class Scale:
     @property
     def seeds(self) -> range:
         return range(self.seed_count)
+
+    @property
+    def few_seeds(self) -> range:
+        """Seeds of the experiments in which a spread matters less."""
+        return self.seeds[:2]
 
     @property
     def sizes(self) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ class ModularArithmetic(Task):
     """Values of random expressions in prefix form, such as `- * 3 4 2 = 3` modulo 7."""
 
     modulus: int = 7
-    operators: int = 6
+    operators: int = 4
     """Most operators of an expression; it is the level of the answer."""
     expressions: int = 4
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parcae import plotting
 from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
 from parcae.experiments.figures import draw_points
 from parcae.experiments.scales import Scale
-from parcae.experiments.verdicts import Claim, describe, differences, lower, positive, together
+from parcae.experiments.verdicts import Claim, describe, differences, positive, together
 
 LOOPS = 8
+FAMILIES = ("transformer", "parcae")
+LONGER = {"micro": 4, "toy": 2}
+"""How many times the data the smallest size is trained on once more: looping needs enough."""
 
 
 class TransformerComparison(Experiment):
@@ -26,10 +29,10 @@ class TransformerComparison(Experiment):
         "lower. CORE is 1.0 to 3.0 points higher; Parcae covers 23 to 88 % of the gap to the next "
         "larger Transformer in CORE."
     )
-    core_hours = 2.8
+    core_hours = 1.2
 
     def runs(self, scale: Scale) -> Iterator[Run]:
-        for seed, family in itertools.product(scale.seeds, ("parcae", "transformer")):
+        for seed, family in itertools.product(scale.seeds, reversed(FAMILIES)):
             # The largest Transformer only marks the end of the gap.
             sizes = (
                 scale.sizes
@@ -38,29 +41,34 @@ class TransformerComparison(Experiment):
             )
             for size in sizes:
                 recipe = scale.recipe(scale.text(family, size), seed)
-                yield Run(recipe, {"model": family, "size": size, "seed": seed})
+                yield Run(recipe, {"model": family, "size": size, "data": 1, "seed": seed})
+            if scale.name in LONGER:
+                data = LONGER[scale.name]
+                steps = data * scale.text()["budget"]["steps"]
+                tree = scale.text(family, sizes[0], budget={"steps": steps})
+                labels = {"model": family, "size": sizes[0], "data": data, "seed": seed}
+                yield Run(scale.recipe(tree, seed), labels)
 
     def claims(self, results: Results) -> list[Claim]:
-        parts, shares, texts = [], [], []
-        sizes = results.values("size", model="transformer")
-        for size in results.values("size", model="parcae"):
-            parcae = results.loss(LOOPS, model="parcae", size=size)
-            transformer = results.loss(1, model="transformer", size=size)
-            parts.append(lower(parcae, transformer))
-            gain = differences(transformer, parcae)
-            texts.append(f"{size}: {describe(gain)} nats lower")
-            larger = sizes[sizes.index(size) + 1 :] if size in sizes else []
-            if larger:
-                gap = differences(transformer, results.loss(1, model="transformer", size=larger[0]))
-                shares += [
-                    part / whole if whole > 0 else math.nan
-                    for part, whole in zip(gain, gap, strict=False)
-                ]
-        return [
+        gains = {
+            (size, data): differences(*(_losses(results, m, size, data) for m in FAMILIES))
+            for data in results.values("data")
+            for size in results.values("size", model="parcae", data=data)
+        }
+        shares = []
+        sizes = results.values("size", model="transformer", data=1)
+        for size, larger in itertools.pairwise(sizes):
+            pair = [_losses(results, "transformer", each, 1) for each in (size, larger)]
+            shares += [
+                part / whole if whole > 0 else math.nan
+                for part, whole in zip(gains.get((size, 1), ()), differences(*pair), strict=False)
+            ]
+        longest = max(results.values("data"), default=1)
+        claims = [
             Claim(
                 "Parcae has a lower loss than the Transformer of its size",
-                together(parts),
-                "; ".join(texts),
+                together(positive(gain) for (_, data), gain in gains.items() if data == 1),
+                _describe_gains(gains, 1),
             ),
             Claim(
                 "Parcae covers a part of the gap to the next larger Transformer",
@@ -68,24 +76,65 @@ class TransformerComparison(Experiment):
                 f"share of the gap in loss: {describe(shares, 2)}",
             ),
         ]
+        if longest > 1 or not results.rows:
+            small = gains.get((sizes[0], 1), []) if sizes else []
+            long = gains.get((sizes[0], longest), []) if sizes else []
+            more = [b - a for a, b in zip(small, long, strict=False)]
+            claims += [
+                Claim(
+                    "With more data Parcae has the lower loss",
+                    positive(long),
+                    _describe_gains(gains, longest) + f", with {longest} times the data",
+                ),
+                Claim(
+                    "The lead of Parcae grows with the data",
+                    positive(more),
+                    f"by {describe(more)} nats, with {longest} times the data",
+                ),
+            ]
+        return claims
 
     def table(self, results: Results) -> Table:
         rows = []
-        for size, model in itertools.product(results.values("size"), ("transformer", "parcae")):
-            found = results.where(size=size, model=model)
-            if found:
-                at = [format_losses(results.loss(t, size=size, model=model)) for t in (1, 4, 8, 16)]
-                cells = at if model == "parcae" else [at[0], "", "", ""]
-                rows.append((size, model, f"{found[0]['parameters']:,}", *cells))
-        return ("size", "model", "parameters", "T = 1", "T = 4", "T = 8", "T = 16"), rows
+        for data, size, model in _groups(results):
+            found = results.where(size=size, model=model, data=data)
+            losses = [results.loss(t, size=size, model=model, data=data) for t in (1, 4, 8, 16)]
+            at = [format_losses(loss) for loss in losses]
+            cells = at if model == "parcae" else [at[0], "", "", ""]
+            rows.append(
+                (size, model, f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}", *cells)
+            )
+        return (
+            ("size", "model", "parameters", "tokens", "T = 1", "T = 4", "T = 8", "T = 16"),
+            rows,
+        )
 
     def draw(self, results: Results, path: Path) -> Path:
         groups = {}
-        for size, model in itertools.product(results.values("size"), ("transformer", "parcae")):
-            losses = results.loss(LOOPS, size=size, model=model)
-            if losses:
-                groups[f"{model}\n{size}"] = list(losses.values())
-        with plotting.figure(width=6.4) as (canvas, panel):
+        for data, size, model in _groups(results):
+            name = f"{model}\n{size}" + (f"\n{data}x data" if data > 1 else "")
+            groups[name] = list(_losses(results, model, size, data).values())
+        with plotting.figure(width=7.2) as (canvas, panel):
             draw_points(panel, groups, "held-out loss, nats per token")
             panel.set_title(f"The same parameters and data; Parcae at T = {LOOPS}")
             return plotting.save(canvas, path)
+
+
+def _losses(results: Results, model: str, size: str, data: int) -> dict[int, float]:
+    loops = LOOPS if model == "parcae" else 1
+    return results.loss(loops, model=model, size=size, data=data)
+
+
+def _groups(results: Results) -> list[tuple[int, str, str]]:
+    """(data, size, model) of the groups of runs that there are."""
+    every = itertools.product(results.values("data"), results.values("size"), FAMILIES)
+    return [
+        (data, size, model)
+        for data, size, model in every
+        if results.where(data=data, size=size, model=model)
+    ]
+
+
+def _describe_gains(gains: Mapping[tuple[str, int], Sequence[float]], data: int) -> str:
+    parts = [f"{size}: {describe(g)} nats lower" for (size, d), g in gains.items() if d == data]
+    return "; ".join(parts)

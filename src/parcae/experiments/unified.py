@@ -28,7 +28,7 @@ from parcae.model.flops import effective_parameters
 
 TESTED = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
 HELD_OUT: Mapping[str, tuple[tuple[int, float], ...]] = {
-    "micro": ((4, 6e6), (8, 6e6)),
+    "micro": ((4, 2.4e6), (8, 2.4e6)),
     "toy": ((2, 192),),
     "paper": ((8, 11.2e9),),
 }
@@ -48,7 +48,7 @@ class Unified(Experiment):
         "decay the error of the fit is 3.5 times as large; a learned exponent of mu (1.19, 1.17) "
         "gains 8 %."
     )
-    core_hours = 0.6
+    core_hours = 0.2
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         shape = next(iter(SHAPES[scale.name]))
