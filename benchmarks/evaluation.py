@@ -25,7 +25,8 @@ from parcae.console import err, out, table
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.branches import batches
 from parcae.evaluation.core_suite import InContext, Questions
-from parcae.evaluation.jobs import DataFile, credit
+from parcae.evaluation.jobs import DataFile
+from parcae.evaluation.metrics import credit
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.suites import SEEDS
 from parcae.evaluation.tasks import Item, locate, tasks_named

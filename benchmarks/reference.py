@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.infer import DEFAULT_TEMPERATURE
+from parcae.infer.defaults import TEMPERATURE
 from parcae.infer.request import check_prompt, check_whole
 from parcae.infer.sampling import Sampling, pick
 from parcae.model.base import LanguageModel
@@ -29,7 +29,7 @@ def generate(
     *,
     new_tokens: int,
     loops: int | None = None,
-    temperature: float = DEFAULT_TEMPERATURE,
+    temperature: float = TEMPERATURE,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,

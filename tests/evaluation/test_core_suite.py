@@ -22,7 +22,8 @@ from parcae.evaluation.core_suite import (
     shuffled,
     tokenised,
 )
-from parcae.evaluation.jobs import DataFile, credit
+from parcae.evaluation.jobs import DataFile
+from parcae.evaluation.metrics import credit
 from parcae.evaluation.prompts import Answer, Prompt, Span
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.suites import SEEDS

@@ -218,10 +218,10 @@ def test_logits_that_are_not_numbers(broken, temperature):
 def test_every_entry_point_has_one_default_temperature():
     import reference
     from parcae.commands.generate import OPTIONS
-    from parcae.infer import DEFAULT_TEMPERATURE
+    from parcae.infer.defaults import TEMPERATURE
     from parcae.infer.engine import Engine
 
     signatures = (inspect.signature(call) for call in (Engine.request, reference.generate))
     defaults = {signature.parameters["temperature"].default for signature in signatures}
     defaults |= {option.default for option in OPTIONS if option.name == "temperature"}
-    assert defaults | {Sampling().temperature} == {DEFAULT_TEMPERATURE}
+    assert defaults | {Sampling().temperature} == {TEMPERATURE}

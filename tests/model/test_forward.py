@@ -11,7 +11,7 @@ from torch import nn
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
-from parcae.model.init_weights import draw_state_rows
+from parcae.model.initial_state import draw_state_rows
 from parcae.rng import keyed_generator
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
-    from parcae.experiments.looping import Profile
+    from parcae.report.loop_figure import Profile
     from parcae.training.run import TrainResult
     from parcae.training.settings import Recipe
 
@@ -79,8 +79,8 @@ def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
 
 
 def _measure(recipe: Recipe, folder: Path, path: Path) -> tuple[Profile, Path]:
-    from parcae.experiments.looping import draw_figure, measure
     from parcae.model.looped import LoopedModel
+    from parcae.report.loop_figure import draw_figure, measure
     from parcae.runs import load
     from parcae.training.corpora import open_corpora
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parcae.infer import DEFAULT_TEMPERATURE
+from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS, TEMPERATURE
 
 if TYPE_CHECKING:
     from parcae.infer.engine import Engine
@@ -56,15 +56,29 @@ OPTIONS = (
         "D",
         "speculative decoding: draft with D loops, verify with all (default: 0, off)",
     ),
-    Option("draft-tokens", "draft_tokens", int, 4, "K", "tokens per draft (default: 4)"),
-    Option("new-tokens", "new_tokens", int, 128, "N", "largest number of tokens (default: 128)"),
+    Option(
+        "draft-tokens",
+        "draft_tokens",
+        int,
+        DRAFT_TOKENS,
+        "K",
+        f"tokens per draft (default: {DRAFT_TOKENS})",
+    ),
+    Option(
+        "new-tokens",
+        "new_tokens",
+        int,
+        NEW_TOKENS,
+        "N",
+        f"largest number of tokens (default: {NEW_TOKENS})",
+    ),
     Option(
         "temperature",
         "temperature",
         float,
-        DEFAULT_TEMPERATURE,
+        TEMPERATURE,
         "X",
-        f"0 is greedy (default: {DEFAULT_TEMPERATURE})",
+        f"0 is greedy (default: {TEMPERATURE})",
     ),
     Option("top-k", "top_k", int, None, "K", "sample from the K likeliest tokens (default: all)"),
     Option(

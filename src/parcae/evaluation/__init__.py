@@ -9,6 +9,7 @@ perplexity   WikiText, LAMBADA, files of texts
 loss         loss on rows of tokens; the suite `val` on a run
 jobs         what every measurement has: items, records, metrics
 prompts      what is scored: token sequences and the spans in them
+metrics      formulas: perplexity, bits per byte, right answers, standard errors, sign test
 scorer       losses of a parcae model; `branches` computes what prompts share once
 hf_scorer    losses of a transformers model
 results      the folder of an evaluation; `item_scores` reads it back

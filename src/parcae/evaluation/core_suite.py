@@ -26,14 +26,9 @@ from parcae.evaluation.jobs import (
     DataFile,
     PromptJob,
     Record,
-    by_depth,
-    credit,
-    mean,
-    means,
-    standard_error,
     summary,
-    sums,
 )
+from parcae.evaluation.metrics import by_loops, credit, mean, means, standard_error, sums
 from parcae.evaluation.prompts import Answer, Prompt, Span, common_prefix, common_suffix, cut_left
 from parcae.evaluation.results import Samples, coverage
 from parcae.evaluation.scorer import Scorer
@@ -164,14 +159,14 @@ class InContext(PromptJob):
         record: Record = {"row": self.questions.rows[index], "cut": prompt.is_cut}
         if self.task.kind == "language_modeling":
             (answer,) = answers
-            record["losses"] = by_depth([sums(answer)])
+            record["losses"] = by_loops([sums(answer)])
             record["said"] = answer.likeliest.tolist()
             if not prompt.is_aligned:
                 record["unaligned"] = True
             record["credit"] = [float(right) for right in answer.is_greedy()]
         else:
             gold = self.questions.items[index].gold
-            losses = by_depth([means(answer) for answer in answers])
+            losses = by_loops([means(answer) for answer in answers])
             record["gold"] = gold
             record["losses"] = losses
             record["credit"] = [credit(of_depth, gold) for of_depth in losses]

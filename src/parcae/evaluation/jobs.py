@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parcae.evaluation.branches import batches
+from parcae.evaluation.metrics import mean
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import Scorer
 from parcae.files import reading, sha256
@@ -205,42 +206,3 @@ def summary(job: Job, records: Sequence[Record], depth_index: int) -> dict[str, 
     if any(depth_index in record.get("lost", ()) for record in records):
         return None
     return job.summarise(records, depth_index)
-
-
-def sums(answer: Answer) -> list[float]:
-    """Loss of the whole span in nats, at each depth."""
-    return answer.nats.sum(1).tolist()
-
-
-def means(answer: Answer) -> list[float]:
-    """Mean loss per token of the span in nats, at each depth."""
-    return answer.nats.mean(1).tolist()
-
-
-TIE = 1e-6
-"""Losses in nats that differ by less are equal: rounding alone makes such differences."""
-
-
-def credit(losses: Sequence[float], gold: int) -> float:
-    """1 if alternative `gold` has the lowest loss, 1/k if k alternatives share it, else 0."""
-    lowest = min(losses)
-    best = [index for index, loss in enumerate(losses) if loss <= lowest + TIE]
-    return 1 / len(best) if gold in best else 0.0
-
-
-def by_depth(columns: Sequence[Sequence[float]]) -> list[list[float]]:
-    """[alternatives][loops] -> [loops][alternatives]."""
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def standard_error(numbers: Sequence[float]) -> float | None:
-    """Of the mean; None for a single number."""
-    count = len(numbers)
-    if count < 2:
-        return None
-    centre = mean(numbers)
-    return (sum((x - centre) ** 2 for x in numbers) / (count - 1) / count) ** 0.5

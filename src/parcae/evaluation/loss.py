@@ -33,10 +33,12 @@ from parcae.data.packing import Method
 from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
-from parcae.evaluation.scorer import LoopedScorer, Scorer, seeded_state
+from parcae.evaluation.metrics import bits_per_byte, finite, perplexity
+from parcae.evaluation.scorer import LoopedScorer, Scorer
 from parcae.files import FileError
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
+from parcae.model.initial_state import seeded_state
 from parcae.runs import find_tokenizer, read_recipe_table
 from parcae.runs.layout import DATA_FOLDER, RECIPE_FILE
 
@@ -161,8 +163,8 @@ def _finish(nats: float, text_nats: float, tokens: float, size: float) -> Loss:
     known = not math.isnan(size) and size > 0
     return Loss(
         loss=loss,
-        perplexity=math.exp(loss) if not loss > 700 else math.inf,
-        bits_per_byte=text_nats / math.log(2) / size if known else None,
+        perplexity=perplexity(loss),
+        bits_per_byte=bits_per_byte(text_nats, size) if known else None,
     )
 
 
@@ -230,10 +232,7 @@ class HeldOutRows:
         tokens = sum(record["tokens"] for record in records)
         sizes = [record["bytes"] for record in records]
         loss = _finish(nats, text_nats, tokens, math.nan if None in sizes else sum(sizes))
-        return {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in asdict(loss).items()
-        }
+        return {name: finite(value) for name, value in asdict(loss).items()}
 
 
 def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> HeldOutRows:

@@ -17,7 +17,7 @@ from typing import Any
 
 from parcae.config import ConfigError
 from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
-from parcae.evaluation.jobs import mean, standard_error
+from parcae.evaluation.metrics import mean, ratio, sign_test, standard_error
 from parcae.evaluation.results import EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.evaluation.tasks import centre
@@ -341,24 +341,6 @@ def _at(by_depth: Sequence[float | None] | None, depth_index: int) -> float:
             "loops: a model diverged at this number of loops. Choose fewer loops by --loops."
         )
     return value
-
-
-def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float | None]:
-    """sum(values) / sum(sizes) and its standard error: a long document counts by its length."""
-    count, total = len(values), sum(sizes)
-    quotient = sum(values) / total
-    if count < 2:
-        return quotient, None
-    squares = sum((v - quotient * s) ** 2 for v, s in zip(values, sizes, strict=True))
-    return quotient, (squares * count / (count - 1)) ** 0.5 / total
-
-
-def sign_test(better_a: int, better_b: int) -> float:
-    """The two-sided p-value of an exact sign test; 1 without any difference."""
-    from scipy.stats import binomtest  # slow to import
-
-    count = better_a + better_b
-    return float(binomtest(better_a, count).pvalue) if count else 1.0
 
 
 def _task_names(evaluation: Evaluation) -> str:

@@ -25,7 +25,12 @@ from parcae.evaluation.jobs import (
     Job,
     PromptJob,
     Record,
+)
+from parcae.evaluation.metrics import (
+    bits_per_byte,
+    finite,
     mean,
+    perplexity,
     standard_error,
     sums,
 )
@@ -113,7 +118,7 @@ class Passages(PromptJob):
         return {
             "accuracy": mean(right),
             "standard_error": standard_error(right),
-            "perplexity": exponential(nats),
+            "perplexity": finite(perplexity(nats)),
         }
 
 
@@ -170,16 +175,11 @@ class RunningText(PromptJob):
         )
         return {
             "loss": nats / tokens,
-            "perplexity": exponential(nats / tokens),
-            "word_perplexity": exponential(nats / words),
-            "byte_perplexity": exponential(nats / size),
-            "bits_per_byte": nats / math.log(2) / size,
+            "perplexity": finite(perplexity(nats / tokens)),
+            "word_perplexity": finite(perplexity(nats / words)),
+            "byte_perplexity": finite(perplexity(nats / size)),
+            "bits_per_byte": bits_per_byte(nats, size),
         }
-
-
-def exponential(nats: float) -> float | None:
-    """exp(nats), or None where it overflows."""
-    return math.exp(nats) if nats < 700 else None
 
 
 SEPARATORS = {" @-@ ": "-", " @,@ ": ",", " @.@ ": "."}

@@ -3,7 +3,7 @@
     continuations(context, texts, scorer)     a text after a context, as lm-evaluation-harness does
     windows(tokens, bos, context)             a long text, each token predicted once
 
-The few-shot prompts of CORE are in in_context.py.
+The few-shot prompts of CORE are in core_suite.py.
 """
 
 from __future__ import annotations

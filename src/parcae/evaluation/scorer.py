@@ -33,7 +33,7 @@ from parcae.infer.sampling import NonFiniteLogits, check_logits
 from parcae.model import CONFIG_FILE
 from parcae.model.base import LanguageModel
 from parcae.model.hf_format import is_hf
-from parcae.model.init_weights import draw_state
+from parcae.model.initial_state import seeded_state
 from parcae.model.looped import LoopedModel
 from parcae.model.release_format import is_release
 from parcae.model.store import FORMAT
@@ -187,12 +187,6 @@ class LoopedScorer:
             state = seeded_state(max(positions) + 1, drive.shape[1], seeds[owner])
             states.append(state[torch.tensor(positions)])
         return torch.cat(states).to(drive)
-
-
-def seeded_state(length: int, width: int, seed: int) -> Tensor:
-    """A like-init state [length, width] on the CPU, the same on every machine."""
-    generator = torch.Generator().manual_seed(seed)
-    return draw_state((length, width), generator, torch.device("cpu"), torch.float32)
 
 
 def read_predictions(

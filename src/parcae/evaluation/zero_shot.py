@@ -15,12 +15,8 @@ from parcae.evaluation.jobs import (
     DataFile,
     PromptJob,
     Record,
-    by_depth,
-    credit,
-    mean,
-    standard_error,
-    sums,
 )
+from parcae.evaluation.metrics import by_loops, credit, mean, standard_error, sums
 from parcae.evaluation.prompts import Answer, Prompt, continuations
 from parcae.evaluation.results import Samples, coverage, job_result
 from parcae.evaluation.scorer import Scorer
@@ -147,7 +143,7 @@ class ZeroShot(PromptJob):
 
     def record(self, index: int, prompt: Prompt, answers: Sequence[Answer]) -> Record:
         _, choices, gold = self.questions[index]
-        nats = by_depth([sums(answer) for answer in answers])
+        nats = by_loops([sums(answer) for answer in answers])
         per_character = [
             [loss / max(len(choice), 1) for loss, choice in zip(losses, choices, strict=True)]
             for losses in nats

@@ -8,6 +8,6 @@ verdicts       rules that turn numbers and their spread into a verdict
 tasks          pointer chasing and modular arithmetic
 page           docs/reproduction.md
 
-Every other module is an experiment, but for `looping`, the figure of the demo, and `paper_runs`,
-which simulates runs from the paper's laws.
+Every other module is an experiment, but for `paper_runs`, which
+simulates runs from the paper's laws.
 """

@@ -22,8 +22,8 @@ from parcae.experiments.experiment import (
 from parcae.experiments.scales import TEST_LOOPS, Scale
 from parcae.experiments.verdicts import Claim, describe, positive, together
 from parcae.laws.forms import EXPONENTIAL, TEST_TIME
+from parcae.laws.loop_curves import FormScore, compare_forms, fit_curves
 from parcae.laws.model_runs import Points
-from parcae.laws.test_time import FormScore, compare_forms, fit_curves
 
 MEANS = (2, 4, 6, 8, 10, 12)
 TESTED = tuple(t for t in TEST_LOOPS if t <= 24)

@@ -29,8 +29,9 @@ from typing import Any, overload
 
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer import DEFAULT_TEMPERATURE, decode
+from parcae.infer import decode
 from parcae.infer.cache import Policy
+from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS, TEMPERATURE
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
 from parcae.infer.network import Layers, TorchNetwork, open_network
@@ -121,12 +122,12 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        new_tokens: int = 128,
+        new_tokens: int = NEW_TOKENS,
         loops: int | None = None,
         exit: str | ExitRule | None = None,
         draft_loops: int = 0,
-        draft_tokens: int = 4,
-        temperature: float = DEFAULT_TEMPERATURE,
+        draft_tokens: int = DRAFT_TOKENS,
+        temperature: float = TEMPERATURE,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from parcae.config import ConfigError, ModelConfig, require
+from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
 
@@ -26,7 +27,7 @@ class DepthPlan:
     """When a token may stop before `loops`."""
     draft_loops: int = 0
     """Loops of a speculative draft; 0 is no speculation."""
-    draft_tokens: int = 4
+    draft_tokens: int = DRAFT_TOKENS
     """Tokens drafted before they are verified."""
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class Request:
     """A prompt and what to do with it; `Engine.request` makes one from text or ids and options."""
 
     prompt: tuple[int, ...]
-    new_tokens: int = 128
+    new_tokens: int = NEW_TOKENS
     plan: DepthPlan
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0

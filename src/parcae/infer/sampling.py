@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import require
-from parcae.infer import DEFAULT_TEMPERATURE
+from parcae.infer.defaults import TEMPERATURE
 from parcae.rng import keyed_generator
 
 TOP_P_CANDIDATES = 512
@@ -43,7 +43,7 @@ class NonFiniteLogits(ValueError):
 class Sampling:
     """How a token is chosen from logits."""
 
-    temperature: float = DEFAULT_TEMPERATURE
+    temperature: float = TEMPERATURE
     """0 takes the likeliest token."""
     top_k: int | None = None
     top_p: float | None = None

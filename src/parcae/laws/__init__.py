@@ -7,7 +7,7 @@ optimise     one law from many random starts: the objective and the search
 lbfgs        L-BFGS for all starts at once
 bootstrap    confidence intervals, held-out budgets, warnings
 isoflop      parabolas at fixed FLOPs and the power laws of their optima
-test_time    loss against the number of test loops
+loop_curves  loss against the number of test loops
 fit          `parcae.fit`: all of these for every model; fit.json
 predict      `parcae.predict`: optima and losses from a fit
 summary      summary.md and the tables of `parcae fit`

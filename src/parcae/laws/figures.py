@@ -22,8 +22,8 @@ from parcae.console import format_count, format_flops
 from parcae.laws.bootstrap import LawResult
 from parcae.laws.fit import FitResult, ModelFit
 from parcae.laws.isoflop import frontier, optimum
+from parcae.laws.loop_curves import CurveFit, oracle_curve
 from parcae.laws.model_runs import Points
-from parcae.laws.test_time import CurveFit, oracle_curve
 from parcae.plotting import BLUE, GREY, ORANGE
 
 Painter = Callable[[Any, ModelFit], None]

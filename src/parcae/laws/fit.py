@@ -22,7 +22,7 @@ import numpy as np
 
 from parcae.config import ConfigError, require
 from parcae.files import FileError, read_sealed, write_sealed, write_text
-from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS, forms, isoflop, test_time
+from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS, forms, isoflop, loop_curves
 from parcae.laws.bootstrap import (
     LEVEL,
     BootstrapSamples,
@@ -96,10 +96,10 @@ class ModelFit(ModelLaws):
 
     runs: ModelRuns
     parabolas: dict[str, list[isoflop.Parabola]] = field(default_factory=dict)
-    test_time: test_time.TestTimeFits | None = None
-    conditionings: list[test_time.Conditioning] = field(default_factory=list)
+    test_time: loop_curves.TestTimeFits | None = None
+    conditionings: list[loop_curves.Conditioning] = field(default_factory=list)
     fixed_depth: list[isoflop.FixedDepth] = field(default_factory=list)
-    held_out: list[test_time.HeldOut] = field(default_factory=list)
+    held_out: list[loop_curves.HeldOut] = field(default_factory=list)
 
     @property
     def power_law_intervals(self) -> dict[str, tuple[float, float]]:
@@ -220,7 +220,7 @@ def fit_model(runs: ModelRuns, settings: FitSettings, progress: Progress) -> Mod
     if runs.fitted.any():
         model.fixed_depth = isoflop.compare_fixed_depth(runs, training)
     if training is not None:
-        model.held_out = test_time.predict_held_out(runs, training, unified)
+        model.held_out = loop_curves.predict_held_out(runs, training, unified)
     return model
 
 
@@ -269,7 +269,7 @@ def _fit_training(model: ModelFit, settings: FitSettings) -> None:
 def _fit_test_time(model: ModelFit) -> None:
     runs = model.runs
     runs.check_test_time()
-    model.test_time, messages = test_time.analyse_curves(runs)
+    model.test_time, messages = loop_curves.analyse_curves(runs)
     model.warnings += messages
 
 
@@ -291,7 +291,7 @@ def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
     for law in forms.CONDITIONINGS:
         joint = fit_law(law, points, search)
         frozen = fit_law(law, points, search, frozen=training)
-        model.conditionings.append(test_time.conditioning(joint, frozen, end_to_end))
+        model.conditionings.append(loop_curves.conditioning(joint, frozen, end_to_end))
         samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
         model.laws[law.name], messages = assess(joint, samples, settings.seed)
         model.warnings += messages

@@ -7,6 +7,7 @@ blocks           attention, MLP, norms
 injection        how e enters each loop
 depth            samplers of the number of loops
 init_weights     initial values of all weights
+initial_state    the initial state of the loop
 flops            parameters and FLOPs
 store            model folders
 release_format   checkpoints of the authors' reference release

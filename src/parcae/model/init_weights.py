@@ -1,4 +1,4 @@
-"""Every initial value in one place.
+"""Initial values of all weights.
 
 `scaled-zero` (the Transformer setup), with std = sqrt(2 / 5d) for a block of width d:
     projections orthogonal with gain std * sqrt(max(rows, columns)); embeddings truncated normal;
@@ -7,18 +7,17 @@
 `scaled` (the RDM setup): everything N(0, 2 / 5d), out-projections divided by sqrt(2 * depth),
     depth counted with the core unrolled to its mean.
 
-An injection sets its own (`Injection.init_weights`), the same in both. The looped state h_0
-is zero, or "like-init": truncated normal with the same std.
+An injection sets its own (`Injection.init_weights`), the same in both. The initial state of
+the loop is in `parcae.model.initial_state`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -26,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from parcae.config import ModelConfig
 from parcae.model.blocks import Block
 from parcae.model.injection import Injection
-from parcae.rng import keyed_generator
 
 
 class Unfilled(TorchFunctionMode):
@@ -95,57 +93,6 @@ def _init_module(
         _init_embedding(module.weight, std, config, generator, truncated=not is_value_table)
     elif isinstance(module, nn.Linear):
         _init_projection(module.weight, config.width, config, generator)
-
-
-def draw_state(
-    shape: Sequence[int],
-    generator: torch.Generator | None,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """A "like-init" state [..., d_h]: truncated normal, std sqrt(2 / 5 d_h), cut at 3 std."""
-    state = torch.empty(*shape, device=generator.device if generator else device)
-    _truncated_normal(state.view(-1), projection_std(shape[-1]), generator)
-    return state.to(device, dtype)
-
-
-def _truncated_normal(values: Tensor, std: float, generator: torch.Generator | None) -> None:
-    """Fill with `nn.init.trunc_normal_` cut at 3 std; on a CPU the same numbers in less time.
-
-    PyTorch checks and replaces over the whole tensor in every round of rejection sampling, though
-    only one value in 370 is drawn again. Training calls this for every row of every step.
-    """
-    if values.device.type != "cpu":
-        nn.init.trunc_normal_(values, std=std, a=-3 * std, b=3 * std, generator=generator)
-        return
-    limit = np.float32(3 * std)
-    fresh = torch.empty_like(values)
-    array, fresh_array = values.numpy(), fresh.numpy()
-    values.normal_(0.0, std, generator=generator)
-    outside = np.flatnonzero(np.abs(array) > limit)
-    while outside.size:
-        fresh.normal_(0.0, std, generator=generator)
-        array[outside] = drawn = fresh_array[outside]
-        outside = outside[np.abs(drawn) > limit]
-
-
-def draw_state_rows(
-    config: ModelConfig,
-    seed: int,
-    step: int,
-    rows: Sequence[int],
-    length: int,
-    device: str | torch.device = "cpu",
-) -> Tensor:
-    """Initial states [rows, length, d_h] of the given global rows, the same on any process."""
-    shape = (length, config.core_block.width)
-    device = torch.device(device)
-    if config.loop.state_init == "zero":
-        return torch.zeros(len(rows), *shape, device=device)
-    states, std = torch.empty(len(rows), *shape, device=device), projection_std(shape[-1])
-    for state, row in zip(states.view(len(rows), -1), rows, strict=True):
-        _truncated_normal(state, std, keyed_generator(seed, step, row, "state", device))
-    return states
 
 
 def _init_block(block: Block, config: ModelConfig, generator: torch.Generator) -> None:

@@ -23,7 +23,7 @@ from parcae.config import ModelConfig
 from parcae.model.base import LanguageModel, LoopRequest, Output, Trajectory
 from parcae.model.blocks import Rope, Stack, Values
 from parcae.model.depth import Depths, Schedule, check_loops, sample_rows
-from parcae.model.init_weights import draw_state, draw_state_rows
+from parcae.model.initial_state import draw_state_rows, initial_state
 from parcae.model.injection import build_injection
 
 Record = Literal["states", "residuals", "logits"]
@@ -275,7 +275,7 @@ class LoopedModel(LanguageModel):
         self.check(tokens, targets)
         wanted = self.resolve_loops(loops, len(tokens), generator)
         schedule = Schedule.of(wanted)
-        h = self._initial_state(state, tokens.shape, generator)
+        h = self._initial_state(state, tokens, generator)
         order = None if schedule.is_sorted else torch.tensor(schedule.order, device=tokens.device)
         if order is not None:
             tokens, h = tokens[order], h[order]
@@ -312,7 +312,7 @@ class LoopedModel(LanguageModel):
         Only the current state is kept. `state` and `generator` are those of a forward.
         """
         self.check(tokens, None)
-        h = self._initial_state(state, tokens.shape, generator)
+        h = self._initial_state(state, tokens, generator)
         return self.loop.iterate(h, self.encode(tokens), *self._core_inputs(tokens))
 
     @torch.no_grad()
@@ -347,22 +347,10 @@ class LoopedModel(LanguageModel):
         return self.rope(tokens.shape[1], config.core_block.head_dim), values
 
     def _initial_state(
-        self, state: Any, shape: torch.Size, generator: torch.Generator | None
+        self, state: Any, tokens: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        full = (*shape, self.config.core_block.width)
         dtype = self.embed.weight.dtype
-        if isinstance(state, Tensor):
-            if state.shape != full or not state.is_floating_point():
-                raise ValueError(
-                    f"state: {state.dtype} {[*state.shape]}; floats shaped {[*full]} are needed."
-                )
-            return state.to(self.device, dtype)
-        kind = state or self.config.loop.state_init
-        if kind == "zero":
-            return torch.zeros(full, device=self.device, dtype=dtype)
-        if kind == "like-init":
-            return draw_state(full, generator, self.device, dtype)
-        raise ValueError(f'state: {state!r}. Give a tensor, "zero" or "like-init".')
+        return initial_state(state, self.config, tokens.shape, generator, self.device, dtype)
 
     def _trajectory(self, recorder: Recorder, tokens: Tensor, records: set[Record]) -> Trajectory:
         states = recorder.finish()

@@ -12,7 +12,7 @@ from torch import Tensor
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
-from parcae.infer import DEFAULT_TEMPERATURE
+from parcae.infer.defaults import TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import build
@@ -209,7 +209,7 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
                     ids,
                     new_tokens=recipe.run.sample_tokens,
                     loops=depth,
-                    temperature=DEFAULT_TEMPERATURE,
+                    temperature=TEMPERATURE,
                     top_k=50,
                     seed=recipe.run.seed,
                     stop_tokens=(tokenizer.bos,),

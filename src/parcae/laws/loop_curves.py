@@ -22,7 +22,7 @@ from parcae.laws.optimise import CURVES, CURVES_POLISH, LawFit, Objective, huber
 from parcae.laws.table import SETS, FitError
 
 STARTS = 12
-"""Random starts per curve; enough for three parameters (`tests/laws/test_test_time.py`)."""
+"""Random starts per curve; enough for three parameters (`tests/laws/test_loop_curves.py`)."""
 MIN_POINTS = max(len(law.parameters) for law in TEST_TIME) + 1
 FORMS_SETS = ("curve", "grid", "end-to-end")
 RECOVERY_SETS = ("grid", "curve", "end-to-end")

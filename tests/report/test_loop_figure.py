@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parcae.experiments import looping
+from parcae.report import loop_figure
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ def test_the_title_follows_the_curve(last, trend, tmp_path, monkeypatch):
         titles.extend(axes.get_title(loc="left") for axes in canvas.axes)
         return path
 
-    monkeypatch.setattr(looping.plotting, "save", record)
-    depths = len(looping.DEPTHS)
-    profile = looping.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
-    looping.draw_figure(profile, 8, tmp_path / "looping.png")
+    monkeypatch.setattr(loop_figure.plotting, "save", record)
+    depths = len(loop_figure.DEPTHS)
+    profile = loop_figure.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
+    loop_figure.draw_figure(profile, 8, tmp_path / "loop_figure.png")
     assert f"Validation loss {trend}" in titles

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.optimize import least_squares
 
-from parcae.laws import test_time as module
+from parcae.laws import loop_curves as module
 from parcae.laws.forms import EXPONENTIAL, PURE_POWER, TEST_TIME
+from parcae.laws.loop_curves import compare_forms, fit_curves, recovery
 from parcae.laws.model_runs import points
-from parcae.laws.test_time import compare_forms, fit_curves, recovery
 
 
 def curve(loops=8, floor=2.95, amplitude=0.85, rate=7.5, noise=1e-4, upto=24, seed=0):
