@@ -285,10 +285,12 @@ class Engine:
         with self._lock, without_autocast(self.cache.device):
             before = sum(s.generated for s in self._running)
             decoding = [s for s in self._running if not s.is_reading]
-            self._read_prompts()
+            if self._waiting or len(decoding) < len(self._running):
+                self._read_prompts()
             self._decode(decoding)
             count = sum(s.generated for s in self._running) - before
-            self._remove_finished()
+            if any(s.finish for s in self._running):
+                self._remove_finished()
             return count
 
     def _remove_finished(self) -> None:
