@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test test-portable check test-vllm docs bench lint types all-tests fast-tests clean help
+.PHONY: demo test test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -37,6 +37,9 @@ check: $(STAMP) lint  ## lint, type check and the fast tests: less than 2 minute
 
 test-portable: $(STAMP)  ## the numeric tests as on other CPUs and without a compiler: some minutes
 	scripts/test_portable.sh $(BIN)/python
+
+test-sanitized: $(STAMP)  ## a thousand random models on kernels compiled with sanitizers: half an hour
+	scripts/test_sanitized.sh $(BIN)/python
 
 all-tests: $(STAMP)
 	$(PYTEST) --durations=25

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The numeric tests as on other machines: with fewer instruction sets in PyTorch and MKL, with the
-# kernels compiled for other CPUs (only compiled where this one lacks the instructions), and without
-# a compiler. `make test-portable` calls this; the only argument is the Python to use.
+# kernels compiled for other CPUs (only compiled where this one lacks the instructions), without OpenMP,
+# and without a compiler. `make test-portable` calls this; the only argument is the Python to use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
@@ -26,6 +26,7 @@ runs_here() { # an x86-64 level, as the C library's loader reports it
 }
 
 run CXX=/bin/false -- "${numeric[@]}"
+run PARCAE_CXXFLAGS=-fno-openmp -- "${kernels[@]}"
 if [ "$(uname -m)" = x86_64 ]; then
   run ATEN_CPU_CAPABILITY=default -- "${numeric[@]}"
   run ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 -- "${numeric[@]}"

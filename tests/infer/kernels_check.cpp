@@ -95,6 +95,8 @@ int main() {
     for (int64_t out : {1, 5, 16, 33, 130})
         for (int64_t in : {1, 3, 7, 48, 100})
             for (int64_t tokens : {1, 2, 3, 7, 15, 33}) check_products(out, in, tokens, 1 + tokens % 3);
+    for (int64_t tokens : {1, 5, 16, 130})  // several blocks of a panel, and chunks of tokens
+        for (int64_t in : {769, 2100}) check_products(70, in, tokens, 1 + tokens % 2);
     for (int64_t head_dim : {2, 6, 16, 34, 128})
         for (int64_t length : {1, 3, 17, 50}) check_attention(head_dim, length);
     float special[3] = {1, NAN, 2};

@@ -41,6 +41,7 @@ def run(*command: str | Path) -> str:
     [
         ("-march=x86-64", "sse2", "128-bit vectors"),
         (f"-march=native -fopenmp {SANITIZERS}", "", ""),
+        ("-march=native -fsanitize=thread", "", ""),  # threads of the standard library
         ("-march=x86-64-v3", "avx2", "AVX2"),
         ("-march=x86-64-v4", "avx512bw", "AVX-512"),
         ("-march=icelake-server", "avx512_vnni", "AVX-512"),

@@ -8,7 +8,8 @@
 
 namespace {
 
-constexpr int64_t KEY_BLOCK = 16;  // keys read for all heads before the next: sequential memory
+constexpr int64_t KEY_BLOCK = 8;  // keys read for all heads before the next: sequential memory
+constexpr int64_t LINE = 16;      // floats of a cache line
 
 // Rotary embedding of one head in place, then division by its norm unless `floor` is negative.
 inline void apply_rope(float* head, const float* phases, int64_t head_dim, float floor) {
@@ -22,33 +23,41 @@ inline void apply_rope(float* head, const float* phases, int64_t head_dim, float
     for (int64_t i = 0; i < head_dim; i++) head[i] *= factor;
 }
 
+// The scores of KEYS keys, in steps of a vector: enough sums that additions need not wait.
+template <int KEYS>
+inline void score_keys(const float* q, const float* keys, int64_t stride, int64_t head_dim,
+                       float scale, float* scores) {
+    const int64_t whole = head_dim / LANES * LANES, rest = head_dim - whole;
+    Floats total[KEYS] = {};
+    for (int64_t i = 0; i < whole; i += LANES) {
+        const Floats query = in_register(load(q + i));
+        for (int k = 0; k < KEYS; k++) {
+            const float* channels = keys + k * stride + i;
+            if (i % LINE == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
+            total[k] = multiply_add(query, load(channels), total[k]);
+        }
+    }
+    for (int k = 0; k < KEYS && rest; k++)
+        total[k] = multiply_add(load_some(q + whole, rest),
+                                load_some(keys + k * stride + whole, rest), total[k]);
+    for (int k = 0; k < KEYS; k += 4)
+        store(scores + k, sums(total[k], total[k + 1], total[k + 2], total[k + 3]) * scale);
+}
+
 inline void score(const float* q, const float* keys, int64_t stride, int64_t count,
                   int64_t head_dim, float scale, float* scores) {
-    const int64_t whole = head_dim / LANES * LANES;
     int64_t s = 0;
-    for (; s + 4 <= count; s += 4) {
-        const float* key = keys + s * stride;
-        Floats total[4] = {};
-        for (int64_t i = 0; i < whole; i += LANES)
-            for (int k = 0; k < 4; k++) {
-                const float* channels = key + k * stride + i;
-                __builtin_prefetch(channels + KEY_BLOCK * stride);
-                total[k] = multiply_add(load(q + i), load(channels), total[k]);
-            }
-        const int64_t rest = head_dim - whole;
-        for (int k = 0; k < 4 && rest; k++)
-            total[k] = multiply_add(load_some(q + whole, rest),
-                                    load_some(key + k * stride + whole, rest), total[k]);
-        store(scores + s, sums(total[0], total[1], total[2], total[3]) * scale);
-    }
+    for (; s + 8 <= count; s += 8)
+        score_keys<8>(q, keys + s * stride, stride, head_dim, scale, scores + s);
+    for (; s + 4 <= count; s += 4)
+        score_keys<4>(q, keys + s * stride, stride, head_dim, scale, scores + s);
     for (; s < count; s++) scores[s] = dot(q, keys + s * stride, head_dim) * scale;
 }
 
 // Softmax in place; `scores` is padded to a multiple of LANES.
 inline void softmax(float* scores, int64_t length) {
-    float largest = -INFINITY;
-    for (int64_t s = 0; s < length; s++) largest = scores[s] > largest ? scores[s] : largest;
     for (int64_t s = length; s % LANES; s++) scores[s] = -INFINITY;
+    const float largest = largest_of(scores, length);
     Floats total = {};
     for (int64_t s = 0; s < length; s += LANES) {
         Floats weight = exp_of_negative(load(scores + s) - largest);
@@ -68,7 +77,7 @@ inline void weighted_sum_vectors(const float* values, int64_t stride, const floa
     for (int64_t s = 0; s < count; s++)
         for (int v = 0; v < V; v++) {
             const float* channels = values + s * stride + v * LANES;
-            __builtin_prefetch(channels + KEY_BLOCK * stride);
+            if (v * LANES % LINE == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
             total[v] = multiply_add(broadcast(weights[s]), load(channels), total[v]);
         }
     for (int v = 0; v < V; v++) store(out + v * LANES, total[v]);

@@ -31,7 +31,7 @@ FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
     *("-std=c++17", "-shared", "-fPIC", "-pthread"),
 )
-"""PARCAE_CXXFLAGS adds to them, for instance -march=x86-64-v3 or -fsanitize=address."""
+"""PARCAE_CXXFLAGS adds to them: -march=x86-64-v3, -fsanitize=address, -fno-openmp."""
 COMPILE_TIMEOUT = 120
 """Seconds."""
 MIN_PARALLEL_PRODUCTS = 1 << 18
@@ -257,11 +257,11 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, target: Path) -> None:
-    command = [compiler, *flags(), str(SOURCE), "-o", str(target)]
+    arguments = [*flags(), str(SOURCE), "-o", str(target)]
     try:
-        _run([*command, "-fopenmp"])
+        _run([compiler, "-fopenmp", *arguments])
     except KernelsUnavailable:  # then the library uses the threads of the standard library
-        _run(command)
+        _run([compiler, *arguments])
 
 
 def flags() -> list[str]:

@@ -42,11 +42,22 @@ inline Vector load_as(const void* p) {
 inline Floats load(const float* p) { return load_as<Floats>(p); }
 
 template <typename Vector>
-inline void store(float* p, Vector value) {
+inline void store(void* p, Vector value) {
     std::memcpy(p, &value, sizeof value);
 }
 
 inline Floats broadcast(float x) { return x - Floats{}; }
+
+// The same value, which the compiler then does not read from memory again for every use.
+template <typename Vector>
+inline Vector in_register(Vector value) {
+#if defined(__x86_64__)
+    asm("" : "+x"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+    return value;
+}
 
 // The first n < LANES, then zeros.
 inline Floats load_some(const float* p, int64_t n) {
@@ -97,6 +108,18 @@ inline float dot(const float* a, const float* b, int64_t n) {
     for (; i + LANES <= n; i += LANES) total = multiply_add(load(a + i), load(b + i), total);
     if (i < n) total = multiply_add(load_some(a + i, n - i), load_some(b + i, n - i), total);
     return sum(total);
+}
+
+// The largest of n values, or of n rounded up to a multiple of LANES.
+inline float largest_of(const float* values, int64_t n) {
+    Floats largest = load(values);
+    for (int64_t i = LANES; i < n; i += LANES) {
+        const Floats next = load(values + i);
+        largest = next > largest ? next : largest;
+    }
+    float result = largest[0];
+    for (int lane = 1; lane < LANES; lane++) result = largest[lane] > result ? largest[lane] : result;
+    return result;
 }
 
 // e^x for x <= 0, to seven digits: 2^n times a polynomial on [-log(2)/2, log(2)/2].
