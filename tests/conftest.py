@@ -14,7 +14,7 @@ from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
 from parcae.model.base import LanguageModel
 
-pytest_plugins = ["evaluation_fixtures"]
+pytest_plugins = ["evaluation_fixtures", "serving_fixtures"]
 
 # Without time measurements, "auto" is the same in every run.
 os.environ.setdefault("PARCAE_NATIVE", "1")
@@ -118,7 +118,7 @@ class NoHostSync(TorchDispatchMode):
 def one_thread_for_tiny_models(request):
     """Where models are decoded token by token, threads would only wait for each other."""
     before = torch.get_num_threads()
-    if request.path.parent.name == "infer":
+    if request.path.parent.name in ("infer", "serving"):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)

@@ -27,6 +27,7 @@ _PUBLIC = {
     "hub.import_model": ("import_model",),
     "infer.engine": ("Engine", "generate"),
     "infer.exit": ("register_exit_rule",),
+    "infer.loop_trace": ("trace_loops",),
     "laws.fit": ("fit",),
     "laws.predict": ("predict",),
     "model": ("create",),
@@ -41,9 +42,10 @@ _PUBLIC = {
         "register_sampler",
     ),
     "report.comparison": ("compare",),
-    "report.loop_trace": ("trace_loops",),
     "report.page": ("write_report",),
     "runs": ("load", "open_checkpoint"),
+    "serving.app": ("create_app",),
+    "serving.server": ("serve",),
     "sweeps.run": ("sweep",),
     "tables": ("format_table",),
     "training.plan": ("plan",),
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     from parcae.infer.engine import Engine as Engine
     from parcae.infer.engine import generate as generate
     from parcae.infer.exit import register_exit_rule as register_exit_rule
+    from parcae.infer.loop_trace import trace_loops as trace_loops
     from parcae.laws.fit import fit as fit
     from parcae.laws.predict import predict as predict
     from parcae.model import create as create
@@ -78,10 +81,11 @@ if TYPE_CHECKING:
     from parcae.registry import register_optimiser as register_optimiser
     from parcae.registry import register_sampler as register_sampler
     from parcae.report.comparison import compare as compare
-    from parcae.report.loop_trace import trace_loops as trace_loops
     from parcae.report.page import write_report as write_report
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
+    from parcae.serving.app import create_app as create_app
+    from parcae.serving.server import serve as serve
     from parcae.sweeps.run import sweep as sweep
     from parcae.tables import format_table as format_table
     from parcae.training.plan import plan as plan

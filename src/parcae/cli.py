@@ -39,6 +39,7 @@ COMMANDS = (
     "train",
     "report",
     "generate",
+    "serve",
     "depth",
     "eval",
     "compare",
@@ -50,7 +51,7 @@ COMMANDS = (
     "import_model",
     "reproduce",
 )
-MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "depth", "eval", "sweep")
+MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "serve", "depth", "eval", "sweep")
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parcae.report.loop_trace import LoopTrace
+    from parcae.infer.loop_trace import LoopTrace
 
 MAX_LOOPS = 256
 MAX_TOKENS = 1024
@@ -71,8 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae import console  # errors in the arguments need not wait for these imports
     from parcae.config import ConfigError, require
+    from parcae.infer.loop_trace import trace_loops
     from parcae.infer.sampling import NonFiniteLogits
-    from parcae.report.loop_trace import draw_trace, trace_loops
+    from parcae.report.trace_figure import draw_trace
     from parcae.runs import open_checkpoint
 
     model, tokenizer, folder = open_checkpoint(

@@ -4,5 +4,5 @@ page         write_report, the library call; the HTML    tables  the tables of t
 figures      what is drawn                               panel   how one figure is drawn
 comparison   compare, the library call: one table        runs    what a run has written
 loop_figure  the figure of the demo: loss and state of a model at 1 to 16 loops
-loop_trace   trace_loops, the library call: what each loop does to each token
+trace_figure what each loop does to each token of a text
 """

@@ -1,101 +1,20 @@
-"""What every loop does to the prediction of every token of one text.
-
-    trace = parcae.trace_loops(model, [bos, *tokenizer.encode("def main():")], loops=8)
-    trace.loss[:, 3]            # loss of the fourth predicted token after 1, 2, .. 8 loops
-    draw_trace(trace, labels, "title", "depth.png")
-
-The model runs on all positions at once, without a cache. A column is one prediction: the state at
-one position, and what it predicts for the next token.
-"""
+"""The figure of `parcae.trace_loops`: what every loop does to every token of one text."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from parcae import plotting
-from parcae.config import require
-from parcae.infer.sampling import check_logits
-from parcae.model.base import LanguageModel
-from parcae.model.looped import LoopedModel
+from parcae.infer.loop_trace import LoopTrace
 
 MONOSPACE = "DejaVu Sans Mono"
 MAX_LABEL = 14
 SOFT = "#5b6770"
 LETTERS = str.maketrans({" ": "␣", "\n": "↵", "\r": "←", "\t": "→"})
 """Visible signs for white space."""
-
-
-@dataclass(frozen=True, eq=False)
-class LoopTrace:
-    """Rows are loops 1 .. T, columns the predicted tokens: all tokens of the text but the first."""
-
-    targets: Tensor
-    """The predicted tokens [S]."""
-    loss: Tensor
-    """In nats [T, S]."""
-    change: Tensor
-    """||h_t - h_(t-1)|| / ||h_t|| of the state at each position [T, S]; h_0 is zero, so the first
-    row is 1."""
-    predicted: Tensor
-    """The likeliest token [T, S]."""
-
-    @property
-    def loops(self) -> int:
-        return len(self.loss)
-
-    @property
-    def settled(self) -> Tensor:
-        """The first loop after which the likeliest token no longer changes [S]."""
-        differs = self.predicted != self.predicted[-1]
-        after = torch.arange(1, self.loops + 1)[:, None] * differs
-        return after.amax(0) + 1
-
-
-@torch.no_grad()
-def trace_loops(model: LanguageModel, tokens: Sequence[int], loops: int | None = None) -> LoopTrace:
-    """Predict every token of a text but the first, after every loop.
-
-    `loops` defaults to the mean number of loops in training.
-    """
-    is_looped = isinstance(model, LoopedModel)
-    require(is_looped, "model", "a Transformer has no loop to trace", "Give a looped model.")
-    assert isinstance(model, LoopedModel)
-    count = model.config.loop.nominal_loops if loops is None else loops
-    require(count >= 1, "loops", f"{count}", "It must be >= 1.")
-    problem = f"{len(tokens)} tokens; the first one is not predicted"
-    require(len(tokens) >= 2, "text", problem, "Give at least 2 tokens.")
-    ids = torch.tensor([list(tokens)], device=model.device)
-    inputs, targets = ids[:, :-1], ids[0, 1:]
-    states = model.iterate(inputs, state="zero")
-    previous: Tensor | None = None
-    losses, changes, predicted = [], [], []
-    for _, h in zip(range(count), states, strict=False):
-        step = h if previous is None else h - previous
-        changes.append(_norm(step) / _norm(h).clamp(min=1e-30))
-        logits = model.logits(model.decode(h, inputs))[0]
-        check_logits(logits)
-        losses.append(F.cross_entropy(logits, targets, reduction="none"))
-        predicted.append(logits.argmax(-1))
-        previous = h
-    return LoopTrace(
-        targets.cpu(),
-        torch.stack(losses).cpu(),
-        torch.stack(changes).cpu(),
-        torch.stack(predicted).cpu(),
-    )
-
-
-def _norm(states: Tensor) -> Tensor:
-    """Norms [S] of the only row."""
-    return torch.linalg.vector_norm(states[0].float(), dim=-1)
 
 
 def draw_trace(trace: LoopTrace, labels: Sequence[str], title: str, path: str | Path) -> Path:

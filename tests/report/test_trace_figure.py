@@ -15,9 +15,9 @@ from parcae.cli import main
 from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
 from parcae.data.tokenizer import Tokenizer
+from parcae.infer.loop_trace import LoopTrace, trace_loops
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
-from parcae.report.loop_trace import LoopTrace, trace_loops
 from parcae.runs.checkpoints import write_state
 
 TOKENS = [5, 17, 80, 80, 3, 60, 9]

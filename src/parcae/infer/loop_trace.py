@@ -1,0 +1,125 @@
+"""What every loop does to the prediction of every token of one text.
+
+    trace = parcae.trace_loops(model, [bos, *tokenizer.encode("def main():")], loops=8)
+    trace.loss[:, 3]            # loss of the fourth predicted token after 1, 2, .. 8 loops
+
+The model runs on all positions at once, without a cache. A column is one prediction: the state at
+one position, and what it predicts for the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parcae.config import require
+from parcae.infer.sampling import check_logits
+from parcae.model.base import LanguageModel
+from parcae.model.looped import LoopedModel
+
+
+@dataclass(frozen=True, eq=False)
+class LoopTrace:
+    """Rows are loops 1 .. T, columns the predicted tokens: all tokens of the text but the first."""
+
+    targets: Tensor
+    """The predicted tokens [S]."""
+    loss: Tensor
+    """In nats [T, S]."""
+    change: Tensor
+    """||h_t - h_(t-1)|| / ||h_t|| of the state at each position [T, S]; h_0 is zero, so the first
+    row is 1."""
+    predicted: Tensor
+    """The likeliest token [T, S]."""
+
+    @property
+    def loops(self) -> int:
+        return len(self.loss)
+
+    @property
+    def settled(self) -> Tensor:
+        """The first loop after which the likeliest token no longer changes [S]."""
+        differs = self.predicted != self.predicted[-1]
+        after = torch.arange(1, self.loops + 1)[:, None] * differs
+        return after.amax(0) + 1
+
+
+@torch.no_grad()
+def trace_loops(model: LanguageModel, tokens: Sequence[int], loops: int | None = None) -> LoopTrace:
+    """Predict every token of a text but the first, after every loop.
+
+    `loops` defaults to the mean number of loops in training.
+    """
+    model, count = _looped(model, loops)
+    problem = f"{len(tokens)} tokens; the first one is not predicted"
+    require(len(tokens) >= 2, "text", problem, "Give at least 2 tokens.")
+    targets = torch.tensor(list(tokens[1:]), device=model.device)
+    losses, changes, predicted = [], [], []
+    for change, x in _readings(model, tokens[:-1], count):
+        logits = model.logits(x)
+        check_logits(logits)
+        changes.append(change)
+        losses.append(F.cross_entropy(logits, targets, reduction="none"))
+        predicted.append(logits.argmax(-1))
+    return LoopTrace(
+        targets.cpu(),
+        torch.stack(losses).cpu(),
+        torch.stack(changes).cpu(),
+        torch.stack(predicted).cpu(),
+    )
+
+
+@dataclass(frozen=True)
+class LoopPrediction:
+    """What the state at one position predicts after one loop."""
+
+    change: float
+    """||h_t - h_(t-1)|| / ||h_t||; 1 after the first loop."""
+    likeliest: list[tuple[int, float]]
+    """Tokens and their probabilities, the likeliest first."""
+
+
+@torch.no_grad()
+def trace_next_token(
+    model: LanguageModel, tokens: Sequence[int], loops: int | None = None, top: int = 5
+) -> list[LoopPrediction]:
+    """The `top` likeliest tokens after `tokens`, predicted after every loop."""
+    model, count = _looped(model, loops)
+    predictions = []
+    for change, x in _readings(model, tokens, count):
+        logits = model.logits(x[-1:])[0]
+        check_logits(logits)
+        best = torch.topk(logits.double().softmax(-1), min(top, len(logits)))
+        pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        predictions.append(LoopPrediction(float(change[-1]), pairs))
+    return predictions
+
+
+def _looped(model: LanguageModel, loops: int | None) -> tuple[LoopedModel, int]:
+    is_looped = isinstance(model, LoopedModel)
+    require(is_looped, "model", "a Transformer has no loop to trace", "Give a looped model.")
+    assert isinstance(model, LoopedModel)
+    count = model.config.loop.nominal_loops if loops is None else loops
+    require(count >= 1, "loops", f"{count}", "It must be >= 1.")
+    return model, count
+
+
+def _readings(
+    model: LoopedModel, tokens: Sequence[int], loops: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """After every loop, the relative change of the state [S] and the output of the coda [S, d]."""
+    inputs = torch.tensor([list(tokens)], device=model.device)
+    previous: Tensor | None = None
+    for _, h in zip(range(loops), model.iterate(inputs, state="zero"), strict=False):
+        step = h if previous is None else h - previous
+        yield _norm(step) / _norm(h).clamp(min=1e-30), model.decode(h, inputs)[0]
+        previous = h
+
+
+def _norm(states: Tensor) -> Tensor:
+    """Norms [S] of the only row."""
+    return torch.linalg.vector_norm(states[0].float(), dim=-1)

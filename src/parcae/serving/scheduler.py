@@ -1,0 +1,334 @@
+"""The thread that owns an engine: it takes jobs from a fair queue, steps, and hands out tokens.
+
+    scheduler = Scheduler(engine, settings, metrics)
+    job = Job(request, emit=events.put)      # emit is called in the scheduler's thread
+    scheduler.submit([job])                  # ApiError 429 if the queue is full
+    scheduler.cancel([job])
+    scheduler.close(seconds=30)              # finish what has begun
+
+A job is one text. Its events are Deltas, the last one with `finish`, or one ApiError. Jobs wait
+here, one queue per client served in turn, until the engine has a row for them; the engine then
+batches them with all others, whatever their depths and positions.
+
+If a pass of the engine raises, the jobs in it run again, each alone, so that only the one at fault
+fails. Sampling is seeded, so the tokens that were already handed out are repeated and skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from parcae.config import ConfigError
+from parcae.infer.engine import Engine
+from parcae.infer.request import Request
+from parcae.infer.sampling import NonFiniteLogits
+from parcae.infer.sequence import Finish, Piece, RunningSequence, TokenLogprob
+from parcae.serving.metrics import Metrics
+from parcae.serving.protocol import ApiError
+from parcae.serving.settings import ServerSettings
+
+log = logging.getLogger("parcae.serving")
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to a text."""
+
+    pieces: list[Piece]
+    logprobs: list[TokenLogprob]
+    """One per token, if the request asked for them."""
+    finish: Finish | None = None
+    """Set in the last delta."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One text to generate."""
+
+    request: Request
+    emit: Callable[[Delta | ApiError], None]
+    client: str = ""
+    seconds: float = math.inf
+    """The longest time from now to the last token."""
+    submitted: float = field(default_factory=time.monotonic)
+    sequence: RunningSequence | None = None
+    cancelled: bool = False
+    alone: bool = False
+    """Whether it runs again without others, after an exception."""
+    emitted: list[int | None] = field(default_factory=list)
+    """The tokens handed out; they are skipped if the job runs again."""
+    taken: int = 0
+    """Pieces taken from the current sequence."""
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() - self.submitted > self.seconds
+
+    def take(self) -> list[Piece]:
+        """The new pieces of its sequence. RuntimeError if a second run differs from the first."""
+        assert self.sequence is not None
+        new = []
+        while self.sequence.pieces:
+            piece = self.sequence.pieces.popleft()
+            if self.taken == len(self.emitted):
+                self.emitted.append(piece.token)
+                new.append(piece)
+            elif self.emitted[self.taken] != piece.token:
+                raise RuntimeError("a second run gave other tokens")
+            self.taken += 1
+        return new
+
+
+class FairQueue:
+    """Jobs by client; `pop` serves clients in turn, and each one's jobs in order."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    def __iter__(self) -> Iterator[Job]:
+        return (job for jobs in self._jobs.values() for job in jobs)
+
+    def add(self, job: Job) -> Job | None:
+        """Add a job and return the one that has no place: none, this one, or in a full queue the
+        newest of the client with the most jobs, if that has more than this job's client."""
+        refused = None
+        if len(self) >= self.size:
+            longest = max(self._jobs.values(), key=len)
+            if len(longest) <= len(self._jobs.get(job.client, ())) + 1:
+                return job
+            refused = longest.pop()
+        self._jobs.setdefault(job.client, deque()).append(job)
+        return refused
+
+    def pop(self) -> Job | None:
+        while self._jobs:
+            client, jobs = self._jobs.popitem(last=False)
+            if not jobs:
+                continue
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[client] = jobs  # at the end: the others are served first
+            return job
+        return None
+
+    def remove(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            self._jobs[job.client].remove(job)
+
+
+State = Literal["ok", "draining", "closed", "failed"]
+
+
+class Scheduler:
+    def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
+        self.engine, self.settings, self.metrics = engine, settings, metrics
+        self.state: State = "ok"
+        self._changed = threading.Condition()
+        """Guards the state, the queue and `Job.cancelled`."""
+        self._waiting = FairQueue(settings.max_waiting)
+        self._retries: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._thread = threading.Thread(target=self._main, name="parcae-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        return len(self._running) + len(self._retries)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs, all or none. ApiError 429 if there is no room, 503 if the server stops."""
+        with self._changed:
+            if self.state != "ok":
+                raise stopping()
+            for index, job in enumerate(jobs):
+                refused = self._waiting.add(job)
+                if refused is job:
+                    self._waiting.remove(jobs[:index])
+                    raise self._queue_full()
+                if refused is not None:
+                    refused.emit(self._queue_full())
+            self._changed.notify()
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """End jobs; those that have ended are ignored. No event follows."""
+        with self._changed:
+            for job in jobs:
+                job.cancelled = True
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Refuse new and waiting jobs with 503; what runs continues."""
+        with self._changed:
+            if self.state == "ok":
+                self.state = "draining"
+            while (job := self._waiting.pop()) is not None:
+                job.emit(stopping())
+            self._changed.notify()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Drain, wait this long for running jobs, end the rest with 503, and stop the thread."""
+        self.drain()
+        with self._changed:
+            self._changed.wait_for(lambda: not self.running, seconds)
+            self.state = "failed" if self.state == "failed" else "closed"
+            self._changed.notify()
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._drop_cancelled_and_late()
+                self._admit()
+                self._step()
+                self._hand_out()
+        except Exception as error:
+            log.error("the engine's thread ended: %s", type(error).__name__, exc_info=debug(error))
+            self.state = "failed"
+        self._end_all()
+
+    def _wait_for_work(self) -> bool:
+        with self._changed:
+            self._changed.notify()  # `close` waits for the last running job
+            self._changed.wait_for(lambda: self.running or self.waiting or self.state == "closed")
+            return self.state != "closed"
+
+    def _drop_cancelled_and_late(self) -> None:
+        with self._changed:
+            for job in list(self._waiting):
+                waited = time.monotonic() - job.submitted
+                if job.cancelled or waited > min(job.seconds, self.settings.queue_seconds):
+                    self._waiting.remove([job])
+                    if not job.cancelled:
+                        job.emit(busy("The request waited too long in the queue."))
+        ended = [job for job in (*self._running, *self._retries) if job.cancelled or job.late]
+        for job in ended:
+            if job.sequence is not None:
+                self.engine.cancel(job.sequence)
+            if not job.cancelled:
+                job.emit(ApiError(504, "The request took too long.", code="timeout"))
+        self._running = [job for job in self._running if job not in ended]
+        self._retries = deque(job for job in self._retries if job not in ended)
+
+    def _admit(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.sequence, job.taken = self.engine.submit(job.request), 0
+            except ConfigError:
+                self._running.remove(job)
+                job.emit(busy("There is no memory for the request's cache now."))
+
+    def _next(self) -> Job | None:
+        """Move a job to the running ones, if the engine has a row for it."""
+        is_full = len(self._running) >= self.engine.rows.max_rows
+        if is_full or any(job.alone for job in self._running):
+            return None
+        with self._changed:
+            if self._retries:
+                job = None if self._running else self._retries.popleft()
+            else:
+                job = self._waiting.pop()
+            if job is not None:
+                self._running.append(job)
+            return job
+
+    def _step(self) -> None:
+        if not self._running:
+            return
+        start = time.perf_counter()
+        try:
+            self.engine.step()
+        except Exception as error:
+            sequences = [job.sequence for job in self._running if job.sequence is not None]
+            for sequence in sequences:
+                sequence.fail(error)
+            self.engine.cancel(*sequences)
+        self.metrics.count_step(len(self._running), time.perf_counter() - start)
+
+    def _hand_out(self) -> None:
+        running = []
+        for job in self._running:
+            sequence = job.sequence
+            assert sequence is not None
+            try:
+                self._emit_new(job, sequence)
+            except RuntimeError as error:
+                self.engine.cancel(sequence)
+                job.emit(self._failure(error))
+                continue
+            if sequence.finish is None:
+                running.append(job)
+            elif sequence.error is not None:
+                self._retry_or_fail(job, sequence.error)
+        self._running = running
+
+    def _emit_new(self, job: Job, sequence: RunningSequence) -> None:
+        pieces = job.take()
+        if not pieces:
+            return
+        first = len(job.emitted) - len(pieces)
+        if first == 0:
+            self.metrics.count_start(job.request, sequence.reused, job.submitted)
+        self.metrics.count_tokens(pieces)
+        finish = None if pieces[-1].completion is None else pieces[-1].completion.finish
+        job.emit(Delta(pieces, sequence.logprobs[first : job.taken], finish))
+
+    def _retry_or_fail(self, job: Job, error: Exception) -> None:
+        if isinstance(error, ConfigError):  # its row did not fit in memory
+            job.emit(busy("There is no memory for the request's cache now."))
+        elif len(self._running) == 1 or job.alone or isinstance(error, NonFiniteLogits):
+            job.emit(self._failure(error))
+        else:
+            job.alone, job.sequence = True, None
+            self._retries.append(job)
+            self.metrics.retries += 1
+
+    def _failure(self, error: Exception) -> ApiError:
+        log.error("a request failed: %s", type(error).__name__, exc_info=debug(error))
+        self.metrics.failures += 1
+        return ApiError(500, "The engine failed on this request.", code="engine_error")
+
+    def _end_all(self) -> None:
+        with self._changed:
+            jobs = [*self._running, *self._retries, *self._waiting]
+            self._waiting = FairQueue(self.settings.max_waiting)
+            self._changed.notify_all()
+        sequences = [job.sequence for job in self._running if job.sequence is not None]
+        self._running, self._retries = [], deque()
+        for job in jobs:
+            job.emit(stopping())
+        if self.state != "failed":
+            self.engine.cancel(*sequences)
+
+    def _queue_full(self) -> ApiError:
+        self.metrics.refused += 1
+        return busy(f"{self.waiting} texts are waiting, the most that may.")
+
+
+def busy(message: str) -> ApiError:
+    return ApiError(429, f"{message} Try again later.", code="busy", retry_after=2)
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+
+
+def debug(error: Exception) -> Exception | None:
+    """The exception for the log if the user debugs: its traceback may contain a prompt."""
+    import os
+
+    return error if os.environ.get("PARCAE_DEBUG") else None

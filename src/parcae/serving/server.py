@@ -1,0 +1,102 @@
+"""`parcae.serve`: listen until SIGTERM, then finish what has begun."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from parcae.config import require
+from parcae.runs import Checkpoint
+from parcae.serving.app import close, create_app, drain
+from parcae.serving.settings import ServerSettings
+
+MAX_CONNECTIONS = 2048
+
+
+def serve(
+    *models: str | Path,
+    named: Mapping[str, Checkpoint | str | Path] | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_keys: Sequence[str] = (),
+    allowed_hosts: Collection[str] = (),
+    settings: ServerSettings | None = None,
+    on_start: Callable[[str], None] | None = None,
+    **engine_options: Any,
+) -> None:
+    """Serve models with OpenAI's API and a web page until SIGTERM or SIGINT.
+
+    The first signal refuses new requests and finishes those that have begun, for at most
+    `settings.drain_seconds`; the second ends at once. `host` may be other than loopback only with
+    an API key. `on_start` is called with the server's URL when it listens; port 0 takes a free
+    one. The other arguments are those of `create_app`.
+    """
+    require(
+        bool(api_keys) or is_loopback(host),
+        "host",
+        f"{host} can be reached from other machines, and there is no API key",
+        "Give one, or use 127.0.0.1.",
+    )
+    settings = settings or ServerSettings()
+    app = create_app(
+        *models,
+        named=named,
+        api_keys=api_keys,
+        allowed_hosts=[*allowed_hosts, host],
+        settings=settings,
+        **engine_options,
+    )
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        Server(config, app, on_start).run()
+    finally:
+        close(app)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    def __init__(
+        self, config: uvicorn.Config, app: FastAPI, on_start: Callable[[str], None] | None
+    ) -> None:
+        super().__init__(config)
+        self._app, self._on_start = app, on_start
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._on_start is not None:
+            host = self.config.host
+            port = self.servers[0].sockets[0].getsockname()[1]
+            self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain at the first signal, end at the second."""
+        if self.should_exit:
+            self.force_exit = True
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.should_exit = True
+        drain(self._app)
