@@ -27,10 +27,9 @@ from parcae.serving.metrics import Exposition
 from parcae.serving.models import ServedModel, open_models
 from parcae.serving.protocol import ApiError, ChatRequest, CompletionRequest, TraceRequest, invalid
 from parcae.serving.responses import ChatFormat, CompletionFormat, Format, TokenTexts
-from parcae.serving.security import Security
+from parcae.serving.security import PAGE, PAGE_FILES, Security
 from parcae.serving.settings import ServerSettings
 
-PAGE = Path(__file__).parent / "page"
 router = APIRouter()
 
 
@@ -188,10 +187,11 @@ async def page() -> Response:
     return FileResponse(PAGE / "index.html")
 
 
-@router.get("/page.css", include_in_schema=False)
-@router.get("/page.js", include_in_schema=False)
-async def page_file(request: Request) -> Response:
-    return FileResponse(PAGE / request.url.path.lstrip("/"))
+@router.get("/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    if name not in PAGE_FILES:
+        raise HTTPException(404, "There is no such path.")
+    return FileResponse(PAGE / name)
 
 
 def _model(request: Request, name: str | None) -> ServedModel:

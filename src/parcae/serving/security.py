@@ -17,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
@@ -28,7 +29,9 @@ from parcae.serving.scheduler import debug
 
 log = logging.getLogger("parcae.serving")
 
-PUBLIC_PATHS = frozenset({"/", "/page.css", "/page.js", "/health"})
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = frozenset(path.name for path in PAGE.iterdir())
+PUBLIC_PATHS = frozenset({"/", "/health", *(f"/{name}" for name in PAGE_FILES)})
 BODY_SECONDS = 30.0
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
