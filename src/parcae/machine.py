@@ -195,3 +195,9 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         self._restore()
+
+
+def cache_folder() -> Path:
+    """The user's cache, for compiled kernels and what was measured with them. No data is in it."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "parcae"

@@ -171,3 +171,13 @@ def _parse_value(text: str) -> Any:
         if "\n" in text:
             raise ConfigError(f"{text!r}: a value must be on one line.") from None
         return text
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:
+    """Nested tables as one table with keys such as `model.loop.mean_loops`; empty ones vanish."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        nested = isinstance(value, Mapping)
+        flat |= flatten(value, f"{name}{separator}", separator) if nested else {name: value}
+    return flat

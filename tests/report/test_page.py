@@ -16,9 +16,9 @@ import parcae
 from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
 from parcae.presets import PRESETS
+from parcae.recipe import flatten
 from parcae.report.figures import block_names
 from parcae.report.panel import panel
-from parcae.report.tables import flatten
 
 VOID = {"meta", "link", "img", "br", "input"}
 

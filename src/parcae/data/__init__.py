@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from parcae.data.tokenizer import Tokenizer
     from parcae.data.tokenizer_training import compare_tokenizers, train_tokenizer
 
+TOKENIZER_FILE = "tokenizer.json"
+"""The tokenizer in a folder of shards, a run, a checkpoint or a model folder."""
+
 __all__ = [
     "Batch",
     "Documents",

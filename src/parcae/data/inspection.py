@@ -20,7 +20,7 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import require
-from parcae.data.order import SAMPLE_BLOCKS, SourcePlan
+from parcae.data.order import BLOCK_DOCUMENTS, SAMPLE_BLOCKS, SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, SplitDocuments
 from parcae.data.shards import Documents, ShardedDocuments
 from parcae.data.sources import Split
@@ -29,7 +29,6 @@ from parcae.plotting import PALETTE, figure, save
 
 Decode = Callable[[Sequence[int]], str]
 
-BLOCK_DOCUMENTS = 16_384
 BAR_CHARACTERS = 80
 LINE_CHARACTERS = 76
 DOCUMENTS_PER_ROW = 6

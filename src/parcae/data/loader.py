@@ -16,9 +16,10 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 
 from parcae.config import ConfigError, require
 from parcae.data.order import (
+    BLOCK_DOCUMENTS,
     STATE_VERSION,
     LoaderPosition,
     PlannedStep,
@@ -37,7 +39,7 @@ from parcae.data.order import (
     write_state,
 )
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, documents_as_packed, pack
-from parcae.data.shards import Documents
+from parcae.data.shards import Documents, ShardedDocuments, read_manifest
 from parcae.schema import Settings, setting
 
 T = TypeVar("T")
@@ -56,7 +58,7 @@ class LoaderConfig(Settings, table="data"):
     what best fit crops of them. The paper does not; it matters for books and code."""
     buffer: int = setting(BUFFER_DOCUMENTS, "documents that best fit chooses from", at_least=1)
     block_documents: int = setting(
-        16_384, "documents that are shuffled and packed as one block", at_least=1
+        BLOCK_DOCUMENTS, "documents that are shuffled and packed as one block", at_least=1
     )
     prefetch: int = setting(2, "batches prepared ahead in a background thread", at_least=0)
 
@@ -336,3 +338,30 @@ def prefetched(items: Iterator[T], depth: int) -> Iterator[T]:
         room.release()
         if not sys.is_finalizing():  # daemon threads no longer run then, so join would hang
             thread.join()
+
+
+def with_held_out_rows(folders: Iterable[Path], context_length: int) -> list[Path]:
+    """The folders of shards whose held-out documents fill at least one row."""
+    totals = {f: read_manifest(f)["totals"]["validation"]["tokens"] for f in folders}
+    return [folder for folder, tokens in totals.items() if tokens > context_length]
+
+
+def held_out_batches(
+    folders: Sequence[Path],
+    context_length: int,
+    batch_rows: int,
+    rows: int,
+    packing: Method,
+    split_long: bool,
+) -> Iterator[Batch]:
+    """At most `rows` held-out rows, shared evenly by the folders of shards."""
+    for number, folder in enumerate(folders):
+        first, last = (rows * n // len(folders) for n in (number, number + 1))
+        yield from validation_batches(
+            ShardedDocuments.open(folder, "validation"),
+            context_length,
+            batch_rows,
+            limit=max(1, last - first),
+            packing=packing,
+            split_long=split_long,
+        )

@@ -38,6 +38,8 @@ STATE_VERSION = 2
 """2: the order of documents follows from their lengths, not from the name of their source."""
 STATE_REMEDY = "Use what state_dict() returned, or another checkpoint."
 ROUNDS = 12
+BLOCK_DOCUMENTS = 16_384
+"""Documents that are shuffled and packed as one block, by default."""
 SAMPLE_BLOCKS = 8
 """Blocks that the use of an epoch is measured on."""
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from parcae.config import require
+from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import (
     BEGINNING,
     Document,
@@ -35,7 +36,6 @@ from parcae.data.shards import (
     FORMAT,
     MANIFEST,
     SOURCES,
-    TOKENIZER,
     Manifest,
     PreparedFolder,
     ShardRecord,
@@ -210,7 +210,7 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     state = {"preparation": identity, "digests": digests, "parts": parts}
     if state != earlier:
         write_sealed(path, state)  # first of all: it marks the folder as a preparation
-    work.tokenizer.save(folder / TOKENIZER)
+    work.tokenizer.save(folder / TOKENIZER_FILE)
     write_json(folder / SOURCES, _sources(work, digests))
     return state
 

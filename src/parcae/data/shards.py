@@ -34,6 +34,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from parcae.config import ConfigError
+from parcae.data import TOKENIZER_FILE
 from parcae.data.sources import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
@@ -43,7 +44,6 @@ TAIL = b"parcae-\n"
 FOOTER = struct.Struct("<QQQ32s8s")
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
-TOKENIZER = "tokenizer.json"
 FORMAT = "parcae-shards-1"
 REMEDY = "Delete the folder and run `parcae data prepare` again."
 Manifest = dict[str, Any]
@@ -320,9 +320,9 @@ def fingerprint(manifest: Manifest, split: Split) -> str:
 
 def read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """The folder's tokenizer, checked against the manifest."""
-    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    tokenizer = Tokenizer.load(folder / TOKENIZER_FILE)
     if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
-        raise FileError(_damaged(folder / TOKENIZER, "not the tokenizer of these shards"))
+        raise FileError(_damaged(folder / TOKENIZER_FILE, "not the tokenizer of these shards"))
     return tokenizer
 
 

@@ -30,6 +30,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from parcae.config import ConfigError, require
+from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
 from parcae.files import FileError, atomic_path, reading
 
@@ -135,10 +136,10 @@ class Tokenizer:
         path = Path(path)
         with reading(path):
             is_folder = path.is_dir()
-            in_two_files = is_folder and not (path / "tokenizer.json").exists()
+            in_two_files = is_folder and not (path / TOKENIZER_FILE).exists()
             if in_two_files and (path / "merges.txt").exists():
                 return cls(_read_gpt2_layout(path), path.name)
-        path = path / "tokenizer.json" if is_folder else path
+        path = path / TOKENIZER_FILE if is_folder else path
         try:
             with reading(path):
                 return cls(path.read_text(encoding="utf-8"), path.stem)

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 
 from parcae.config import ConfigError, require
-from parcae.data.loader import Batch, validation_batches
-from parcae.data.packing import Method
-from parcae.data.shards import MANIFEST, ShardedDocuments, read_manifest
+from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
+from parcae.data.shards import read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.metrics import bits_per_byte, finite, perplexity
@@ -40,7 +39,7 @@ from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
 from parcae.model.initial_state import seeded_state
 from parcae.runs import find_tokenizer, read_recipe_table
-from parcae.runs.layout import DATA_FOLDER, RECIPE_FILE
+from parcae.runs.layout import RECIPE_FILE, shard_folders
 
 BATCH_ROWS = 8
 """Rows of an item of `val`: the loss is computed for all of them together."""
@@ -247,10 +246,7 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
     except KeyError as error:
         raise FileError(f"{run / RECIPE_FILE}: {error} is missing. {VAL_REMEDY}") from None
     tokenizer = Tokenizer.load(find_tokenizer(run))
-    folders = [
-        Path(source) if (Path(source) / MANIFEST).exists() else run / DATA_FOLDER / str(number)
-        for number, source in enumerate(sources)
-    ]
+    folders = shard_folders(run, sources)
     for folder in folders:
         if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
             raise FileError(f"{folder}: its tokenizer is not that of {run}. {VAL_REMEDY}")
@@ -263,30 +259,3 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
 
     table = torch.as_tensor(tokenizer.bytes_per_token()) if tokenizer.is_byte_level else None
     return HeldOutRows(batches, table)
-
-
-def with_held_out_rows(folders: Iterable[Path], context_length: int) -> list[Path]:
-    """The folders of shards whose held-out documents fill at least one row."""
-    totals = {f: read_manifest(f)["totals"]["validation"]["tokens"] for f in folders}
-    return [folder for folder, tokens in totals.items() if tokens > context_length]
-
-
-def held_out_batches(
-    folders: Sequence[Path],
-    context_length: int,
-    batch_rows: int,
-    rows: int,
-    packing: Method,
-    split_long: bool,
-) -> Iterator[Batch]:
-    """At most `rows` held-out rows, shared evenly by the folders of shards."""
-    for number, folder in enumerate(folders):
-        first, last = (rows * n // len(folders) for n in (number, number + 1))
-        yield from validation_batches(
-            ShardedDocuments.open(folder, "validation"),
-            context_length,
-            batch_rows,
-            limit=max(1, last - first),
-            packing=packing,
-            split_long=split_long,
-        )

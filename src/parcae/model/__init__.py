@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 """The files of a model folder; see `parcae.model.store`."""
+SHARD_PATTERN = "shard-*.safetensors"
+"""In the place of the one file of weights, where several processes wrote them."""
 
 
 def build(config: ModelConfig) -> LanguageModel:

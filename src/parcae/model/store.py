@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parcae.config import ConfigError, ModelConfig
 from parcae.files import FileError, atomic_path, flush, read_json, to_json
-from parcae.model import CONFIG_FILE, WEIGHTS_FILE, build
+from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
 from parcae.recipe import plain
@@ -98,7 +98,7 @@ def _own_config(folder: Path, content: Any) -> ModelConfig:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """One file, or the shards that several processes wrote in its place."""
-    shards = sorted(path.parent.glob("shard-*.safetensors"))
+    shards = sorted(path.parent.glob(SHARD_PATTERN))
     if shards and not path.exists():
         return _join(path.parent)
     try:

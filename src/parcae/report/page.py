@@ -14,6 +14,7 @@ from parcae.config import require
 from parcae.files import atomic_path, write_text
 from parcae.laws.fit import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
 from parcae.laws.table import TABLE_FILE
+from parcae.recipe import flatten
 from parcae.report.comparison import compare
 from parcae.report.figures import LOOP, TRAINING
 from parcae.report.panel import Figure
@@ -26,7 +27,6 @@ from parcae.report.tables import (
     differences,
     duration,
     events,
-    flatten,
     plain_value,
     runs_table,
     table,

@@ -3,7 +3,7 @@
 layout        names of files and folders
 checkpoints   list, choose (newest, best), verify; state.json
 loading       from a path to a model and its tokenizer
-records       recipe.toml, metrics.jsonl, result.json
+records       read recipe.toml, metrics.jsonl, result.json (`training.run.TrainResult`); run states
 """
 
 from parcae.runs.checkpoints import (

@@ -1,6 +1,7 @@
 """The checkpoints of a run: listing, choosing, their state.json and its checksums.
 
-The best checkpoint is the earliest one with the lowest validation loss, for reading as well as for
+The best checkpoint is the earliest one with the lowest validation loss at the mean number of loops
+of training (`Trainer.deciding_loss`, saved as `validation_loss`), for reading as well as for
 `run.keep_best`. state.json is the last file of a checkpoint: it has the sha256 of every other file
 and one of its own contents, so that a changed bit anywhere is an error and never another model.
 """

@@ -1,6 +1,7 @@
 """The names of files and folders in a run folder: the one module that defines them.
 
-The names of a model folder (config.json, model.safetensors) are in `parcae.model`.
+config.json, model.safetensors and shard-*.safetensors, the files of any model folder, are named in
+`parcae.model`; tokenizer.json in `parcae.data`.
 
 RUN/
     recipe.toml             every setting of the run, resolved
@@ -23,12 +24,13 @@ RUN/
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
+from parcae.data import TOKENIZER_FILE as TOKENIZER_FILE
 from parcae.files import FileError
 
 RECIPE_FILE = "recipe.toml"
-TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_FILES = (TOKENIZER_FILE, "merges.txt")
 """Files by which a folder with a tokenizer is recognised."""
 DATA_FOLDER = "data"
@@ -45,6 +47,16 @@ STATE_FILE = "state.json"
 OPTIMISER_FOLDER = "optimiser"
 OPTIMISER_FILE = "state.safetensors"
 _STEP = "step-"
+
+
+def shard_folders(run: Path, sources: Iterable[str | Path]) -> list[Path]:
+    """The folder of shards of each source of a recipe: itself, if it is one, or one in the run."""
+    from parcae.data.shards import MANIFEST
+
+    return [
+        Path(source) if (Path(source) / MANIFEST).exists() else run / DATA_FOLDER / str(number)
+        for number, source in enumerate(sources)
+    ]
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

@@ -1,4 +1,7 @@
-"""What a run wrote about itself: recipe.toml, metrics.jsonl and result.json, as plain values."""
+"""What a run wrote about itself: recipe.toml, metrics.jsonl and result.json, as plain values.
+
+The fields of result.json are those of `parcae.training.run.TrainResult`.
+"""
 
 from __future__ import annotations
 

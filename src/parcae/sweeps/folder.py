@@ -31,8 +31,8 @@ from parcae.files import (
 from parcae.laws.model_runs import assign_sets
 from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
-from parcae.runs import read_result, read_status
-from parcae.runs.layout import DATA_FOLDER, TOKENIZER_FILE
+from parcae.runs import FINAL_STATUSES, read_result, read_status
+from parcae.runs.layout import TOKENIZER_FILE, shard_folders
 from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
@@ -52,8 +52,9 @@ AXES = (
 """Settings that may differ between the runs of a sweep, beside the budget and `Grid.settings`."""
 
 RunState = Literal["to do", "queued", "running", "stopped", "failed", "diverged", "finished"]
-"""`queued`: waits in Slurm. `stopped`: interrupted, continues from its last checkpoint.
-`failed`: ended in an error; started again only on request. `diverged`, `finished`: has a result."""
+"""The statuses of a run, and what only a sweep knows. `queued`: waits in Slurm. `stopped`:
+interrupted, continues from its last checkpoint. `failed`: ended in an error; started again only on
+request. `diverged`, `finished`: has a result."""
 
 
 class SweepFolder:
@@ -121,12 +122,7 @@ class SweepFolder:
         """
         smallest = min(runs, key=lambda run: run.recipe.model.vocab_size).recipe
         data = located(smallest).data
-        folders = [
-            Path(source)
-            if (Path(source) / MANIFEST).exists()
-            else self.path / DATA_FOLDER / str(index)
-            for index, source in enumerate(data.sources)
-        ]
+        folders = shard_folders(self.path, data.sources)
         ready = all((folder / MANIFEST).exists() for folder in folders)
         if not (ready and (self.path / TOKENIZER_FILE).exists()):
             prepare_corpora(located(smallest), self.path, message)
@@ -152,12 +148,12 @@ class SweepFolder:
         """
         statuses = {run.name: read_status(self.run_folder(run.name)) for run in runs}
         failures, submitted = self.read_failures(), self.read_jobs()
-        open_runs = [name for name, status in statuses.items() if status not in _ENDED]
+        open_runs = [name for name, status in statuses.items() if status not in FINAL_STATUSES]
         alive = job_states() if any(name in submitted for name in open_runs) else {}
         states: dict[str, RunState] = {}
         for name, status in statuses.items():
-            if status in _ENDED:
-                states[name] = _ENDED[status]
+            if status == "finished" or status == "diverged":
+                states[name] = status
             elif submitted.get(name) in alive:
                 states[name] = alive[submitted[name]]
             elif name in failures or name in submitted:
@@ -202,9 +198,6 @@ class SweepFolder:
             write_table(self.table_file, table)
             write_table(self.path / PARQUET_FILE, table)
         return rows
-
-
-_ENDED: dict[str, RunState] = {"finished": "finished", "diverged": "diverged"}
 
 
 def _set(path: Path, before: Mapping[str, str], name: str, value: str | None) -> None:

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from parcae.config import ConfigError
 from parcae.files import writing
 from parcae.machine import cores
 from parcae.runs import FINAL_STATUSES, read_result, read_status
@@ -179,3 +182,12 @@ def environments(workers: int, devices: Sequence[str] = ()) -> list[dict[str, st
     return [
         {**shared, "CUDA_VISIBLE_DEVICES": devices[slot % len(devices)]} for slot in range(workers)
     ]
+
+
+def worker_count(workers: int | None) -> int:
+    """How many runs train at the same time; one for each GPU by default."""
+    if workers is None:
+        return max(1, torch.cuda.device_count())
+    if workers < 1:
+        raise ConfigError(f"workers: {workers} must be >= 1.")
+    return workers

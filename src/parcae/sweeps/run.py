@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from parcae import console
 from parcae.config import ConfigError
 from parcae.files import exclusive
@@ -18,7 +16,13 @@ from parcae.runs import read_result
 from parcae.sweeps.estimate import Estimate, estimate
 from parcae.sweeps.folder import RunState, SweepFolder, training_tokens
 from parcae.sweeps.grid import Grid, PlannedRun, plan_sweep
-from parcae.sweeps.launch import LocalWorkers, environments, threads_per_worker, visible_devices
+from parcae.sweeps.launch import (
+    LocalWorkers,
+    environments,
+    threads_per_worker,
+    visible_devices,
+    worker_count,
+)
 from parcae.sweeps.progress import (
     SweepProgress,
     note_on_budgets,
@@ -146,7 +150,7 @@ def sweep(
     runner = _Runner(
         folder=folder,
         runs=folder.read_plan() if planned is None else folder.extended(planned),
-        workers=_worker_count(workers),
+        workers=worker_count(workers),
         retry=retry,
         utilisation=utilisation,
         device_flops=device_flops,
@@ -366,11 +370,3 @@ def _slurm_config(
     if not dry_run:
         check_slurm()
     return config
-
-
-def _worker_count(workers: int | None) -> int:
-    if workers is None:
-        return max(1, torch.cuda.device_count())
-    if workers < 1:
-        raise ConfigError(f"workers: {workers} must be >= 1.")
-    return workers

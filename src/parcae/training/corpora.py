@@ -17,16 +17,22 @@ from torch import Tensor
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.data.loader import Batch, Loader, LoaderConfig, Source
+from parcae.data.loader import (
+    Batch,
+    Loader,
+    LoaderConfig,
+    Source,
+    held_out_batches,
+    with_held_out_rows,
+)
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
 from parcae.data.sources import BUILTIN, SPLITS, ReadOptions, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
-from parcae.evaluation.loss import held_out_batches, with_held_out_rows
 from parcae.files import FileError, read_json
 from parcae.runs import find_checkpoint, find_tokenizer
-from parcae.runs.layout import DATA_FOLDER, METRICS_FILE, TOKENIZER_FILE
+from parcae.runs.layout import METRICS_FILE, TOKENIZER_FILE, shard_folders
 from parcae.training.settings import Recipe
 
 TOKENIZER_CHARACTERS = 200_000_000
@@ -216,10 +222,8 @@ def check_same_data(corpora: Corpora, used: Sequence[Mapping[str, str]], run: Pa
 
 def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
     """(source, folder of its shards): a source that is a folder of shards is its own folder."""
-    return [
-        (path, path if (path / MANIFEST).exists() else run / DATA_FOLDER / str(number))
-        for number, path in enumerate(map(Path, recipe.data.sources))
-    ]
+    sources = [Path(source) for source in recipe.data.sources]
+    return list(zip(sources, shard_folders(run, sources), strict=True))
 
 
 def _find_tokenizer(recipe: Recipe, run: Path) -> Tokenizer | None:

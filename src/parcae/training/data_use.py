@@ -13,7 +13,7 @@ import numpy as np
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.data.order import SourcePlan
+from parcae.data.order import BLOCK_DOCUMENTS, SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, documents_as_packed
 from parcae.data.readers import bytes_read, read_documents
 from parcae.data.shards import MANIFEST, ShardedDocuments
@@ -30,7 +30,6 @@ BYTES_PER_TOKEN = 3.5
 SAMPLE_BYTES = 1 << 25
 TOKENIZER_SAMPLE = 1 << 18
 """Characters that a tokenizer is tried on."""
-BLOCK_DOCUMENTS = 16_384
 
 
 @dataclass(frozen=True)

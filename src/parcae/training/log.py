@@ -23,6 +23,7 @@ from rich.text import Text
 from parcae import console
 from parcae.config import ConfigError
 from parcae.files import FileError, write_all, write_text
+from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
 
@@ -94,14 +95,11 @@ def finite(value: Any) -> Any:
 
 def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
     """`("train/lr/muon", 0.008)` for every number in the tree; lists and text are omitted."""
-    numbers: list[tuple[str, float]] = []
-    for key, value in values.items():
-        name = f"{prefix}/{key}"
-        if isinstance(value, Mapping):
-            numbers += flat(value, name)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            numbers.append((name, float(value)))
-    return numbers
+    return [
+        (name, float(value))
+        for name, value in flatten(values, f"{prefix}/", "/").items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
 
 
 class TensorBoard:

@@ -16,7 +16,7 @@ from typing import Any
 
 from parcae.config import ConfigError, require
 from parcae.files import FileError, write_text
-from parcae.recipe import merge, write_toml
+from parcae.recipe import flatten, merge, write_toml
 from parcae.runs import find_run, list_checkpoints, read_metrics, read_result, read_state
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
@@ -105,7 +105,7 @@ class TrainResult:
 
         Nested values become columns such as `lr.muon`.
         """
-        return [_flat(line) for line in read_metrics(self.folder).get(kind, [])]
+        return [flatten(line) for line in read_metrics(self.folder).get(kind, [])]
 
     def plain(self) -> dict[str, Any]:
         """The contents of result.json."""
@@ -239,7 +239,7 @@ def _last_state(run: Path) -> dict[str, Any] | None:
 
 def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
     """Refuse a setting that changes what is learned."""
-    old, new = _flat(plain_recipe(before)), _flat(plain_recipe(now))
+    old, new = flatten(plain_recipe(before)), flatten(plain_recipe(now))
     for key in differences(old, new):
         table, _, name = key.partition(".")
         if name in MOVED.get(table, ()):
@@ -270,11 +270,3 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") ->
 
 def _recipe_text(recipe: Recipe) -> str:
     return HEADER + write_toml(plain_recipe(recipe))
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        row |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return row

@@ -29,7 +29,7 @@ from parcae.training.learner import Learner, Step
 from parcae.training.log import Display, Log, finite, open_sinks
 from parcae.training.memory_estimate import choose_micro_batch
 from parcae.training.plan import UTILISATION, peak_flops, step_seconds
-from parcae.training.run import read_recipe, resume_run, start_run
+from parcae.training.run import TrainResult, read_recipe, resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, located, plain_recipe
 from parcae.training.start import read_start
@@ -287,15 +287,18 @@ class Trainer:
         )
         text = "  ".join(f"T={t} {loss.loss:.3f}" for t, loss in losses.items())
         self.display.print(f"step {self.learner.step}  validation loss  {text}")
-        nominal = losses[self.recipe.model.loop.nominal_loops].loss
-        improved = nominal < self.best_loss
+        deciding = self.deciding_loss(losses)
+        improved = deciding < self.best_loss
         if improved:
-            self.best_loss = nominal
+            self.best_loss = deciding
         return improved
+
+    def deciding_loss(self, losses: LossByLoops) -> float:
+        """The validation loss by which the best checkpoint is chosen: at the mean of training."""
+        return losses[self.recipe.model.loop.nominal_loops].loss
 
     def _save(self) -> None:
         losses = self.validated.get(self.learner.step)
-        nominal = self.recipe.model.loop.nominal_loops
         counters = {
             "seconds": self.seconds,
             "training_seconds": self.training_seconds,
@@ -303,7 +306,7 @@ class Trainer:
             "best_loss": finite(self.best_loss),
             "recent_losses": list(self.recent_losses),
             "first_telemetry": self.first_telemetry,
-            "validation_loss": finite(losses[nominal].loss) if losses else None,
+            "validation_loss": finite(self.deciding_loss(losses)) if losses else None,
             "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
@@ -404,31 +407,32 @@ class Trainer:
     def _finish(self, status: str, diagnosis: str | None) -> dict[str, Any]:
         step, learner = self.learner.step, self.learner
         samples = learner.sample() if status == "finished" else []
-        result = {
-            "status": status,
-            "diagnosis": diagnosis,
-            "parameters": parameter_count(self.recipe.model),
-            "steps": step,
-            "tokens": step * tokens_per_step(self.recipe),
-            "flops": step * flops_per_step(self.recipe),
-            "executed_flops": self.executed_flops,
-            "seconds": self.seconds,
-            "train_loss": self.train_loss,
-            "validation": {t: asdict(loss) for t, loss in self.validated.get(step, {}).items()},
-            "skipped_steps": learner.guard.skipped,
-            "spikes": learner.guard.spikes,
-            "device": self.workers.device.type,
-            "processes": self.workers.size,
-            "seed": self.recipe.run.seed,
-            "torch": str(torch.__version__),
-            "samples": samples,
-            "model": plain(self.recipe.model),
-        }
-        result = finite(result)
+        result = TrainResult(
+            folder=self.out,
+            status=status,
+            diagnosis=diagnosis,
+            parameters=parameter_count(self.recipe.model),
+            steps=step,
+            tokens=step * tokens_per_step(self.recipe),
+            flops=step * flops_per_step(self.recipe),
+            executed_flops=self.executed_flops,
+            seconds=self.seconds,
+            train_loss=self.train_loss,
+            validation={t: asdict(loss) for t, loss in self.validated.get(step, {}).items()},
+            skipped_steps=learner.guard.skipped,
+            spikes=learner.guard.spikes,
+            device=self.workers.device.type,
+            processes=self.workers.size,
+            seed=self.recipe.run.seed,
+            torch=str(torch.__version__),
+            samples=[dict(sample) for sample in samples],
+            model=plain(self.recipe.model),
+        )
+        contents = finite(result.plain())
         if self.workers.is_first:
-            write_json(self.out / RESULT_FILE, result)
+            write_json(self.out / RESULT_FILE, contents)
         self._print_end(status, diagnosis)
-        return result
+        return contents
 
     def _print_end(self, status: str, diagnosis: str | None) -> None:
         resume = f"parcae train --resume {self.out}"

@@ -25,6 +25,7 @@ from torch import Tensor
 from parcae.files import atomic_path
 from parcae.infer.native.choice import Choices
 from parcae.infer.quantise import CACHE_LINE, Matrix
+from parcae.machine import cache_folder
 
 SOURCE = Path(__file__).with_name("pass.cpp")
 FLAGS = (
@@ -279,11 +280,6 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelsUnavailable(f"{command[0]} failed: {error}") from None
     return result.stdout
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "parcae"
 
 
 def _cpu() -> str:
