@@ -1,7 +1,9 @@
-"""Free memory within the limits of control groups, and freed memory that is kept."""
+"""Free memory within the limits of control groups, freed memory that is kept, spinning threads."""
 
 from __future__ import annotations
 
+import json
+import os
 import platform
 import subprocess
 import sys
@@ -79,3 +81,53 @@ def test_a_limit_of_any_control_group_above_holds(lines, top, names, tmp_path, m
     write_group(groups / top, names, 10_000, 9_500, 0)
     assert machine._container_memory() == 500
     assert machine.available_memory("cpu") == 500
+
+
+# All threads share one core, so a thread that spins keeps it from the one it waits for.
+SHARED_CORE = """
+import json, os, statistics, threading, time, torch
+from parcae.machine import SpinLimiter
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+x = torch.ones(1 << 18)
+def milliseconds():
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        torch.neg(x)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) * 1e3
+spinning, limited, deadline = milliseconds(), None, time.monotonic() + 20
+with SpinLimiter() as limiter, SpinLimiter() as inner:
+    while not limiter.limited and time.monotonic() < deadline:
+        torch.neg(x)
+    if limiter.limited:
+        limited = milliseconds()
+    assert not inner.limited
+print(json.dumps([spinning, limited, milliseconds(), threading.active_count()]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or machine.cores() < 2, reason="needs Linux, two cores")
+def test_threads_without_a_core_of_their_own_stop_spinning():
+    ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {name: value for name, value in os.environ.items() if name not in ignored}
+    command = [sys.executable, "-c", SHARED_CORE]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    spinning, limited, afterwards, threads = json.loads(answer.stdout)
+    assert limited < spinning / 3
+    assert limited < afterwards / 3
+    assert threads == 1
+
+
+def test_what_the_user_has_chosen_about_waiting_is_kept(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    with machine.SpinLimiter() as limiter:
+        assert limiter._thread is None
+
+
+def test_without_scheduler_statistics_nothing_is_limited(monkeypatch):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "seconds_without_core", lambda: None)
+    with machine.SpinLimiter() as limiter:
+        assert limiter._thread is None

@@ -26,6 +26,7 @@ from typing import Any
 from parcae.commands import lm_eval
 from parcae.config import ConfigError
 from parcae.files import FileError
+from parcae.machine import SpinLimiter
 from parcae.registry import import_file, import_from_environment
 from parcae.schema import suggest
 
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_from_environment()
             for path in arguments.imports:
                 import_file(path)
-        return arguments.run(arguments)
+        with SpinLimiter():
+            return arguments.run(arguments)
     except (ConfigError, FileError) as error:
         if os.environ.get("PARCAE_DEBUG"):
             raise

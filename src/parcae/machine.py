@@ -9,9 +9,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
@@ -114,6 +115,111 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class SpinLimiter:
+    """Context manager that lets OpenMP's threads sleep while other programs want their cores.
+
+    A thread that waits for the others of a parallel operation spins for some milliseconds before it
+    sleeps. With a core for each thread that is fastest. When another program runs too, a spinning
+    thread takes the core from the thread it waits for, and every operation lasts a time slice.
+
+    libgomp spins 300,000 times, but only 100 times while the process has more OpenMP threads than
+    there are cores. So a team of idle threads is kept as long as the threads of this process wait
+    for cores. The number of threads at work, and so the rounding, does not change. Has no effect
+    without Linux and libgomp, with one thread, if OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, or
+    inside another.
+    """
+
+    SECONDS = 0.5
+    """Between two looks at the time that threads have waited."""
+    BUSY, QUIET = 0.1, 0.05
+    """Limit above this waiting time per second, summed over threads; stop limiting below."""
+    _active: SpinLimiter | None = None
+
+    def __init__(self) -> None:
+        self.limited = False
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> SpinLimiter:
+        chosen = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
+        if SpinLimiter._active is None and not chosen and seconds_without_core() is not None:
+            SpinLimiter._active = self
+            self._thread = threading.Thread(target=self._watch, name="parcae-spin", daemon=True)
+            self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        team: _IdleTeam | None = None
+        before, then = seconds_without_core() or 0.0, time.perf_counter()
+        while not self._end.wait(self.SECONDS):
+            waited, now = seconds_without_core() or 0.0, time.perf_counter()
+            share = (waited - before) / (now - then)
+            before, then = waited, now
+            if team is None and share > self.BUSY:
+                team = _IdleTeam.start_if_useful()
+            elif team is not None and share < self.QUIET:
+                team.end()
+                team = None
+            self.limited = team is not None
+        if team is not None:
+            team.end()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._end.set()
+            self._thread.join()
+            SpinLimiter._active = None
+
+
+def seconds_without_core() -> float | None:
+    """How long the threads of this process were ready to run, but had no core; None if unknown."""
+    total = 0
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # has just ended
+                total += int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return total / 1e9
+
+
+class _IdleTeam(threading.Thread):
+    """A thread with a team of OpenMP threads that do nothing, until `end` is called."""
+
+    def __init__(self, parallel: Callable[..., None]) -> None:
+        super().__init__(name="parcae-idle-team", daemon=True)
+        self._parallel, self._end = parallel, threading.Event()
+
+    @classmethod
+    def start_if_useful(cls) -> _IdleTeam | None:
+        """None where no threads spin: without PyTorch, with one thread, without libgomp."""
+        torch = sys.modules.get("torch")
+        if torch is None or torch.get_num_threads() == 1:
+            return None
+        try:
+            words = Path("/proc/self/maps").read_text().split()
+            path = next(word for word in words if Path(word).name.startswith("libgomp"))
+            team = cls(ctypes.CDLL(path).GOMP_parallel)
+        except (AttributeError, OSError, StopIteration):
+            return None
+        team.start()
+        return team
+
+    def run(self) -> None:
+        do_nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)  # free(NULL)
+        self._parallel(do_nothing, None, ctypes.c_uint(cores() + 1), ctypes.c_uint(0))
+        self._end.wait()
+
+    def end(self) -> None:
+        self._end.set()
+        self.join()
 
 
 def end_with_parent() -> bool:

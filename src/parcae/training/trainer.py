@@ -16,7 +16,7 @@ from parcae import console
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
 from parcae.files import FileError, exclusive, write_json
-from parcae.machine import StopSignals, keep_freed_memory
+from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
@@ -49,6 +49,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
     recipe = located(recipe)
     keep_freed_memory()
     with ExitStack() as stack:
+        stack.enter_context(SpinLimiter())
         workers = stack.enter_context(open_workers(recipe.run))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
