@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 
+from parcae.experiments import tokenizer
 from parcae.experiments.experiment import Results, Run
 from parcae.experiments.reproduce import CATALOGUE
 from parcae.experiments.scales import TEST_LOOPS, Scale
@@ -19,6 +22,18 @@ from parcae.training.schedule import flops_per_step, tokens_per_step, total_step
 MICRO = Scale("micro", seed_count=2)
 STEPS = [50, 100, 150]
 QUICK = [name for name in CATALOGUE if name != "unified"]  # its fits take seconds
+
+
+TOKENIZERS = [
+    {
+        "key": name,
+        "tokenizer": name,
+        "vocabulary": size,
+        "bytes_per_token": dict.fromkeys(("textbooks", "encyclopedia", "novels"), ratio),
+        "core_minutes": 0.1,
+    }
+    for name, size, ratio in (("ours, 512", 512, 2.0), ("ours, 1,024", 1024, 2.5), ("x", 1024, 2.2))
+]
 
 
 def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
@@ -42,11 +57,14 @@ def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
         "tokens": tokens,
         "losses": losses,
         "spikes": 0,
+        "wikitext": 150.0,
+        "state_norms": [1.0, 1.5, 1.7],
         "guessing": math.log(512),
         "training": {"step": STEPS, "loss": [5.0, 4.0, None]},
         "telemetry": {
             "step": STEPS,
             **{name: [1.0, 2.0, 3.0] for name in ("state_norm", "residual", "input_norm")},
+            **{name: [0.8, 0.8, 0.8] for name in ("transition_norm", "readout_expansion")},
             "spectral_radius": [0.5, 0.6, 0.7],
             "readout_norm": [1.0, 1.5, 2.0],
         },
@@ -64,6 +82,8 @@ def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
 
 
 def results_of(name: str, count: int | None = None, **bonus: Any) -> Results:
+    if name == "tokenizer":
+        return Results(TOKENIZERS[:count], len(TOKENIZERS))
     runs = list({run.key: run for run in CATALOGUE[name].runs(MICRO)}.values())
     rows = [made_up(run, _bonus(run, bonus)) for run in runs[:count]]
     return Results(rows, len(runs))
@@ -182,5 +202,19 @@ def test_the_scale_of_the_paper_plans_its_models():
     assert presets == {1024, 2048}
     lrs = {run.recipe.optimiser.lr for run in CATALOGUE["lr-robustness"].runs(scale)}
     assert lrs == {2e-4, 4e-4, 6e-4, 8e-4, 1e-3}
-    for experiment in CATALOGUE.values():
-        assert list(experiment.runs(scale))
+    for name, experiment in CATALOGUE.items():
+        assert list(experiment.runs(scale)) or name == "tokenizer"
+
+
+def test_tokenizers_are_compared_without_training(tmp_path, monkeypatch):
+    experiment = CATALOGUE["tokenizer"]
+    assert experiment.claims(results_of("tokenizer"))[0].verdict == "shown weakly"
+    texts = tmp_path / "corpora"
+    for name in (tokenizer.TRAINING, *tokenizer.HELD_OUT.values()):
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"text": "the cat sat " * 300}).encode()
+        (texts / name).write_bytes(gzip.compress(line))
+    monkeypatch.setattr(tokenizer, "SIZES", (300,))
+    measured = experiment.measure_texts(texts, tmp_path)
+    assert [row["tokenizer"] for row in measured] == ["ours, 300"]
+    assert measured[0]["bytes_per_token"]["novels"] > 3

@@ -29,15 +29,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from parcae.evaluation.run import evaluate
 from parcae.experiments.scales import Scale
 from parcae.experiments.tasks import PREFIX, find_task
 from parcae.experiments.verdicts import Claim, describe
 from parcae.runs import read_metrics, read_result
+from parcae.runs.layout import list_steps
 from parcae.training.settings import Recipe, plain_recipe
+
+if TYPE_CHECKING:
+    from parcae.experiments.store import Store
 
 FORMAT = 1
 """Part of the key of a run; raised when the same recipe begins to train something else."""
@@ -46,6 +51,8 @@ NOT_LEARNED = {
     "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "sinks"},
 }
 """Settings that change neither what is learned nor what is measured: not part of the key."""
+ARTICLES = 6
+"""Of WikiText-2's test set: 10 % of its words."""
 CURVE_POINTS = 60
 """Points that are kept of a curve over training."""
 
@@ -124,9 +131,13 @@ class Experiment(ABC):
     def runs(self, scale: Scale) -> Iterator[Run]:
         """The runs it needs, the first seed of all of them first."""
 
-    def measure(self, run: Run, folder: Path) -> Row:
+    def measure(self, run: Run, store: Store) -> Row:
         """What is kept of a run that has ended; by default its losses and curves."""
-        return training_record(folder)
+        return training_record(store.folder(run))
+
+    def measure_texts(self, texts: Path, folder: Path) -> list[Row]:
+        """Rows of an experiment that trains no model: measured on texts, with files in `folder`."""
+        return []
 
     @abstractmethod
     def claims(self, results: Results) -> list[Claim]:
@@ -157,7 +168,16 @@ def training_record(folder: Path) -> Row:
         "spikes": result.get("spikes"),
         "training": _curve(training, ("loss",)),
         "telemetry": _curve(
-            telemetry, ("spectral_radius", "state_norm", "residual", "readout_norm", "input_norm")
+            telemetry,
+            (
+                "spectral_radius",
+                "state_norm",
+                "residual",
+                "transition_norm",
+                "input_norm",
+                "readout_norm",
+                "readout_expansion",
+            ),
         ),
     }
 
@@ -182,6 +202,22 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(f"{np.mean(np.array(values, dtype=float)):.4g}")
 
 
+def wikitext_record(run: Run, store: Store, loops: int) -> Row:
+    """Perplexity per word on the first articles of WikiText-2, where that is among the texts."""
+    folder = store.folder(run)
+    if store.texts is None or not list_steps(folder):
+        return {"wikitext": None}
+    depth = loops if run.recipe.model.architecture == "looped" else 1
+    result = evaluate(folder, "wikitext", loops=depth, data=store.texts.parent, limit=ARTICLES)
+    at = result.suites["wikitext"]["by_loops"][str(depth)]
+    return {"wikitext": at and at["word_perplexity"]}
+
+
 def format_losses(values: Mapping[int, float]) -> str:
     """Mean and interval over seeds, for a table."""
     return describe(values.values()).partition(" (")[0]
+
+
+def format_wikitext(rows: Sequence[Row]) -> str:
+    """Perplexities per word of runs that have one: mean and interval, for a table."""
+    return describe([row["wikitext"] for row in rows if row.get("wikitext")], 1).partition(" (")[0]

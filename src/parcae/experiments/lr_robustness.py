@@ -20,11 +20,11 @@ from parcae.experiments.experiment import (
     Run,
     Table,
     loss_at,
-    training_record,
 )
 from parcae.experiments.figures import series
 from parcae.experiments.rdm_comparison import MODELS
 from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
 from parcae.experiments.verdicts import NOT_SHOWN, Claim, always, positive
 
 LOOPS = 8
@@ -57,9 +57,9 @@ class LrRobustness(Experiment):
                 )
                 yield Run(scale.recipe(tree, seed), {"model": model, "lr": lr, "seed": seed})
 
-    def measure(self, run: Run, folder: Path) -> Row:
+    def measure(self, run: Run, store: Store) -> Row:
         guessing = math.log(run.recipe.model.vocab_size)
-        return {**training_record(folder), "guessing": guessing}
+        return {**super().measure(run, store), "guessing": guessing}
 
     def claims(self, results: Results) -> list[Claim]:
         parcae = [converged(row, results) for row in results.where(model="Parcae")]

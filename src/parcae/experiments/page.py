@@ -8,6 +8,7 @@ from pathlib import Path
 from parcae.experiments.experiment import Experiment, Results
 from parcae.experiments.verdicts import NOT_RUN, Claim
 from parcae.files import write_text
+from parcae.tables import markdown_table
 
 INTRODUCTION = """\
 # The paper, reproduced
@@ -23,11 +24,14 @@ seeds. Models that are compared are paired by seed: they see the same batches at
 
 
 def write_page(
-    catalogue: Mapping[str, Experiment], found: Mapping[str, Results], page: Path
+    catalogue: Mapping[str, Experiment], found: Mapping[str, Results], page: Path, notes: str = ""
 ) -> Path:
-    """Write the page, and the figures of experiments with results into a folder beside it."""
+    """Write the page, and the figures of experiments with results into a folder beside it.
+
+    `notes`: Markdown that stands between the table of claims and the experiments.
+    """
     claims = {name: _claims(experiment, found.get(name)) for name, experiment in catalogue.items()}
-    parts = [INTRODUCTION, _summary(catalogue, claims, found)]
+    parts = [INTRODUCTION, _summary(catalogue, claims, found), *([notes] if notes else [])]
     figures = page.with_suffix("")
     for name, experiment in catalogue.items():
         results = found.get(name)
@@ -64,8 +68,9 @@ def _summary(
             link = f"[{name}](#{_anchor(experiment.title)})" if index == 0 else ""
             rows.append((link, claim.statement, f"*{claim.verdict}*", runs if index == 0 else ""))
     minutes = sum(results.core_minutes for results in _once(found))
+    lines = [("experiment", "claim", "verdict", "runs"), ("---",) * 4, *rows]
     return (
-        markdown_table(("experiment", "claim", "verdict", "runs"), rows)
+        "".join(f"| {' | '.join(line)} |\n" for line in lines)
         + f"\nProcessor time so far: {minutes / 60:.1f} core-hours.\n"
     )
 
@@ -105,11 +110,6 @@ def _section(experiment: Experiment, results: Results, claims: Sequence[Claim], 
 parcae reproduce {experiment.name}      # {results.core_minutes:.0f} core-minutes
 ```
 """
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
 def _anchor(title: str) -> str:

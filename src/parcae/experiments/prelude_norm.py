@@ -15,11 +15,11 @@ from parcae.experiments.experiment import (
     Run,
     Table,
     format_losses,
-    training_record,
 )
 from parcae.experiments.figures import draw_over_training
 from parcae.experiments.per_sequence import last
 from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
 from parcae.experiments.verdicts import Claim, describe, differences, lower, positive
 from parcae.runs import read_metrics
 
@@ -47,10 +47,10 @@ class PreludeNorm(Experiment):
             recipe = scale.recipe(scale.text(model=model), seed)
             yield Run(recipe, {"draw": draw, "seed": seed})
 
-    def measure(self, run: Run, folder: Path) -> Row:
-        telemetry = read_metrics(folder).get("telemetry", [{}])
-        names = ("prelude_norms", "first_loop_norms", "state_norms", "readout_expansion")
-        return {**training_record(folder), **{name: telemetry[-1].get(name) for name in names}}
+    def measure(self, run: Run, store: Store) -> Row:
+        telemetry = read_metrics(store.folder(run)).get("telemetry", [{}])
+        names = ("prelude_norms", "first_loop_norms", "state_norms")
+        return {**super().measure(run, store), **{name: telemetry[-1].get(name) for name in names}}
 
     def claims(self, results: Results) -> list[Claim]:
         loss = {draw: results.loss(LOOPS, draw=draw) for draw in NORMS}
@@ -95,11 +95,21 @@ class PreludeNorm(Experiment):
         curves = {f"{draw} norm": {"draw": draw} for draw in NORMS}
         columns = {
             "state_norm": "Norm of the state",
+            "transition_norm": "Spectral norm of A",
             "input_norm": "Spectral norm of B",
             "readout_norm": "Spectral norm of C",
+            "readout_expansion": "Growth of states by C",
         }
-        with plotting.figure(1, 3, width=3.8, height=3.2) as (canvas, axes):
+        with plotting.figure(2, 3, width=3.8, height=3.0) as (canvas, grid):
+            *axes, last_panel = [panel for line in grid for panel in line]
             for panel, (column, title) in zip(axes, columns.items(), strict=True):
                 draw_over_training(panel, results, curves, "telemetry", column)
                 panel.set_title(title)
+            for index, (name, labels) in enumerate(curves.items()):
+                for number, row in enumerate(results.where(**labels)):
+                    norms = row.get("state_norms") or []
+                    label = name if number == 0 else None
+                    places, colour = range(1, len(norms) + 1), plotting.colour(index)
+                    last_panel.plot(places, norms, "o-", color=colour, label=label)
+            last_panel.set(title="Norm of the state, trained", xlabel="loop")
             return plotting.save(canvas, path)

@@ -7,9 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from parcae import plotting
-from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
+from parcae.experiments.experiment import (
+    Experiment,
+    Results,
+    Row,
+    Run,
+    Table,
+    format_losses,
+    format_wikitext,
+    wikitext_record,
+)
 from parcae.experiments.figures import draw_loss_by_loops, draw_over_training
 from parcae.experiments.scales import TEST_LOOPS, Scale
+from parcae.experiments.store import Store
 from parcae.experiments.verdicts import Claim, describe, differences, lower
 
 LOOPS = 8
@@ -38,6 +48,9 @@ class RdmComparison(Experiment):
                 recipe = scale.recipe(scale.rdm(family, size), seed)
                 yield Run(recipe, {"model": model, "size": size, "seed": seed})
 
+    def measure(self, run: Run, store: Store) -> Row:
+        return {**super().measure(run, store), **wikitext_record(run, store, LOOPS)}
+
     def claims(self, results: Results) -> list[Claim]:
         claims = []
         parcae = results.loss(LOOPS, model="Parcae")
@@ -58,8 +71,10 @@ class RdmComparison(Experiment):
             found = results.where(size=size, model=model)
             if found:
                 at = [format_losses(results.loss(t, size=size, model=model)) for t in (1, 4, 8, 16)]
-                rows.append((size, model, f"{found[0]['parameters']:,}", *at))
-        return ("size", "model", "parameters", "T = 1", "T = 4", "T = 8", "T = 16"), rows
+                cells = (f"{found[0]['parameters']:,}", *at, format_wikitext(found))
+                rows.append((size, model, *cells))
+        columns = ("size", "model", "parameters", "T = 1", "T = 4", "T = 8", "T = 16", "WikiText")
+        return columns, rows
 
     def draw(self, results: Results, path: Path) -> Path:
         curves = {model: {"model": model} for model in MODELS if results.where(model=model)}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from parcae import plotting
 from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
 from parcae.experiments.tasks import TASKS, accuracies
 from parcae.experiments.verdicts import Claim, describe, differences, positive, together
 from parcae.runs import load, read_result
@@ -59,8 +60,8 @@ class Reasoning(Experiment):
         yield from itertools.product((FIRST,), scale.seeds, ("looped", "shallow"))
         yield FIRST, 0, "deep"
 
-    def measure(self, run: Run, folder: Path) -> Row:
-        task = TASKS[run.labels["task"]]
+    def measure(self, run: Run, store: Store) -> Row:
+        task, folder = TASKS[run.labels["task"]], store.folder(run)
         result = read_result(folder) or {}
         loops = LOOPS if run.labels["model"] == "looped" else (1,)
         return {

@@ -26,6 +26,7 @@ from parcae.experiments.reasoning import HarderReasoning, Reasoning
 from parcae.experiments.scales import Scale, ScaleName
 from parcae.experiments.store import Store
 from parcae.experiments.test_time import TestTime
+from parcae.experiments.tokenizer import Tokenizers
 from parcae.experiments.transformer_comparison import TransformerComparison
 from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.unified import Unified
@@ -53,9 +54,12 @@ CATALOGUE: dict[str, Experiment] = {
         HarderReasoning(),
         LrSweep(),
         ChooseMu(),
+        Tokenizers(),
     )
 }
 """All experiments by name; `all` trains in this order."""
+NOTES = "notes.md"
+"""In the folder of results: what is written by hand, for the page."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,13 @@ def reproduce(
             console.print_text(f"Submitted {console.format_items(len(jobs), 'job')}.")
         work.collect()
     found = {name: work.read(name) for name in CATALOGUE if name in work.plan or work.has(name)}
-    written = write_page(CATALOGUE, found, Path(page or folder / "reproduction.md"))
+    notes = work.results / NOTES
+    written = write_page(
+        CATALOGUE,
+        found,
+        Path(page or folder / "reproduction.md"),
+        notes.read_text(encoding="utf-8") if notes.exists() else "",
+    )
     return Reproduction({name: found[name] for name in chosen}, written, interrupted)
 
 
@@ -189,11 +199,14 @@ class _Work:
     def _measure(self, name: str) -> None:
         known = {row["key"]: row for row in self.read(name).rows}
         rows: list[Row] = []
+        if not self.plan[name] and self.store.texts is not None:
+            folder = self.store.path / "data" / name
+            rows = list(known.values()) or CATALOGUE[name].measure_texts(self.store.texts, folder)
         for run in self.plan[name]:
             row = known.get(run.key)
             if row is None and self.store.has_ended(run):
                 try:
-                    measured = CATALOGUE[name].measure(run, self.store.folder(run))
+                    measured = CATALOGUE[name].measure(run, self.store)
                 except FileError as error:
                     console.print_text(f"{name}: {error}")
                     continue
@@ -201,7 +214,7 @@ class _Work:
                 row = {"key": run.key, **run.labels, "core_minutes": minutes, **measured}
             if row is not None:
                 rows.append({**row, **run.labels})
-        planned = len({run.key for run in self.plan[name]})
+        planned = len({run.key for run in self.plan[name]}) or len(rows)
         if rows:
             write_text(self.file(name), _format(name, planned, rows))
 

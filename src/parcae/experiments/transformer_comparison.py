@@ -8,9 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parcae import plotting
-from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
+from parcae.experiments.experiment import (
+    Experiment,
+    Results,
+    Row,
+    Run,
+    Table,
+    format_losses,
+    format_wikitext,
+    wikitext_record,
+)
 from parcae.experiments.figures import draw_points
 from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
 from parcae.experiments.verdicts import Claim, describe, differences, positive, together
 
 LOOPS = 8
@@ -48,6 +58,9 @@ class TransformerComparison(Experiment):
                 tree = scale.text(family, sizes[0], budget={"steps": steps})
                 labels = {"model": family, "size": sizes[0], "data": data, "seed": seed}
                 yield Run(scale.recipe(tree, seed), labels)
+
+    def measure(self, run: Run, store: Store) -> Row:
+        return {**super().measure(run, store), **wikitext_record(run, store, LOOPS)}
 
     def claims(self, results: Results) -> list[Claim]:
         gains = {
@@ -101,13 +114,10 @@ class TransformerComparison(Experiment):
             losses = [results.loss(t, size=size, model=model, data=data) for t in (1, 4, 8, 16)]
             at = [format_losses(loss) for loss in losses]
             cells = at if model == "parcae" else [at[0], "", "", ""]
-            rows.append(
-                (size, model, f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}", *cells)
-            )
-        return (
-            ("size", "model", "parameters", "tokens", "T = 1", "T = 4", "T = 8", "T = 16"),
-            rows,
-        )
+            counts = (f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}")
+            rows.append((size, model, *counts, *cells, format_wikitext(found)))
+        at = ("T = 1", "T = 4", "T = 8", "T = 16")
+        return ("size", "model", "parameters", "tokens", *at, "WikiText"), rows
 
     def draw(self, results: Results, path: Path) -> Path:
         groups = {}

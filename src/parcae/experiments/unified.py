@@ -17,10 +17,10 @@ from parcae.experiments.experiment import (
     Run,
     Table,
     loss_at,
-    training_record,
 )
 from parcae.experiments.isoflop import BUDGETS, MEANS, SHAPES, shaped
 from parcae.experiments.scales import Scale
+from parcae.experiments.store import Store
 from parcae.experiments.verdicts import Claim, always, positive
 from parcae.laws.fit import ModelFit, fit
 from parcae.laws.table import FitError
@@ -61,9 +61,9 @@ class Unified(Experiment):
             recipe = scale.recipe(shaped(scale, shape, mean, tokens=tokens), seed)
             yield Run(recipe, {"set": "end-to-end", "budget": None, "mu": mean, "seed": seed})
 
-    def measure(self, run: Run, folder: Path) -> Row:
+    def measure(self, run: Run, store: Store) -> Row:
         effective = effective_parameters(run.recipe.model)
-        return {**training_record(folder), "effective_params": effective}
+        return {**super().measure(run, store), "effective_params": effective}
 
     def claims(self, results: Results) -> list[Claim]:
         laws = {seed: fit_seed(results, seed) for seed in results.values("seed")}
