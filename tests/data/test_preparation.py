@@ -389,8 +389,8 @@ def test_the_split_depends_on_the_text_alone() -> None:
 
 
 def test_a_renamed_source_folder_gives_the_same_order(tmp_path: Path) -> None:
-    """The shards name their sources, so their checksums differ; the rows must not."""
-    batches = []
+    """The same shards, but for sources.json, which names the files."""
+    batches, fingerprints = [], []
     for name in ("books", "texts"):
         (tmp_path / name).mkdir()
         for i in range(40):
@@ -401,4 +401,26 @@ def test_a_renamed_source_folder_gives_the_same_order(tmp_path: Path) -> None:
         config = LoaderConfig(context_length=15, global_batch=4, prefetch=0)
         with Loader([Source(ShardedDocuments.open(out), name=name)], config) as loader:
             batches.append(torch.cat([next(loader).inputs for _ in range(10)]))
+        fingerprints.append(ShardedDocuments.open(out).fingerprint)
     assert torch.equal(*batches)
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_the_format_of_a_file_is_part_of_its_identity(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    text, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    for path in (text, records):
+        path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    write_shards(work_on(text, tokenizer), tmp_path / "out")
+    with pytest.raises(FileError, match="contains shards of other sources"):
+        write_shards(work_on(records, tokenizer), tmp_path / "out")
+
+
+def test_shards_of_versions_that_identified_files_by_name_are_accepted(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = module._identity
+    with monkeypatch.context() as earlier:
+        earlier.setattr(module, "_identity", lambda *args, **_: identity(*args, by_name=True))
+        first = write_shards(work_on(source, tokenizer), tmp_path / "out")
+    assert write_shards(work_on(source, tokenizer), tmp_path / "out") == first
+    assert write_shards(work_on(source, tokenizer), tmp_path / "new")["shards"] != first["shards"]

@@ -124,6 +124,13 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
     expected = evaluate(run, val_data=records, loops=(1,)).suites["val"]
     assert separated["by_loops"] == expected["by_loops"]
     assert separated["by_loops"] != whole["by_loops"]
+    starts = held_out(run, tmp_path / "starts", *options, "--document-start", "^(alpha|delta|zeta)")
+    fields = tmp_path / "fields.jsonl"
+    fields.write_text(records.read_text().replace('"text"', '"body"'))
+    named = ("--val-data", str(fields), "--loops", "1", "--text-field", "body")
+    assert held_out(run, tmp_path / "named", *named)["by_loops"] == expected["by_loops"]
+    assert starts["document_start"] == "^(alpha|delta|zeta)"
+    assert len({whole["sha256"], starts["fingerprint"], separated["fingerprint"]}) == 3
     (row,) = compare_evaluations(out, out, (1, 1)).table()
     assert row["items"] >= 3
 

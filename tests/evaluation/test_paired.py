@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,8 @@ def test_loops_to_compare_at(tmp_path):
 
     a, b = having((1, 8, 4)), having((2, 4, 1))
     assert choose_loops(a, b, None) == [(8, 4)]
+    trained_at_four = replace(a, mean_loops=4)
+    assert choose_loops(trained_at_four, replace(b, mean_loops=3), None) == [(4, 4)]
     assert choose_loops(a, b, (8, 2)) == [(8, 2)]
     assert choose_loops(a, b, 4) == [(4, 4)]
     assert choose_loops(a, b, "each") == [(1, 1), (4, 4)]

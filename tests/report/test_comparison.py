@@ -81,6 +81,15 @@ def test_text_formats_have_the_same_values(folders):
     assert markdown.count("\n") == 2 + 4
 
 
+def test_an_evaluation_is_compared_at_the_mean_loops_of_its_training(folders, tmp_path):
+    folder = evaluate(tmp_path / "scores", [1, 1, 0, 1, 0, 1])
+    result = json.loads((folder / "result.json").read_text())
+    write_json(folder / "result.json", {**result, "mean_loops": 1})
+    comparison = parcae.compare(folder, folders[3])
+    assert [row["loops"] for row in comparison.table()] == [1, 8]
+    assert comparison.differences()[0]["loops_a"] == 1
+
+
 def test_loops_can_be_chosen(folders):
     assert [row["loops"] for row in parcae.compare(*folders[:2], loops=(1, 8)).table()] == [1, 8]
     each = parcae.compare(*folders[:2], loops="each")

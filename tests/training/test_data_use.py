@@ -9,12 +9,13 @@ import pytest
 
 from parcae import cli
 from parcae.training.corpora import open_corpora, prepare_corpora
-from parcae.training.data_use import planned_use, use_of_plans
+from parcae.training.data_use import planned_use, use_of_loader
 from parcae.training.plan import plan
 from parcae.training.run import train
 from parcae.training.settings import DataConfig
 from training import runs
 
+DOCUMENTS = 40
 LONG = 200
 """Words of a document, many times the 16 tokens of a row."""
 
@@ -23,7 +24,7 @@ def write_long(folder):
     rng = np.random.default_rng(0)
     text = folder / "long.jsonl"
     words = ["alpha", "beta", "gamma", "delta"]
-    texts = (" ".join(rng.choice(words, LONG)) for _ in range(40))
+    texts = (" ".join(rng.choice(words, LONG)) for _ in range(DOCUMENTS))
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return text
 
@@ -32,12 +33,22 @@ def prepared_use(recipe, out):
     out.mkdir()
     prepare_corpora(recipe, out, lambda _: None)
     loader = open_corpora(recipe, out).loader(recipe)
-    (use,) = use_of_plans(recipe, loader.plans)
+    (use,) = use_of_loader(recipe, loader)
     return use, loader
 
 
 def test_documents_are_split_by_default():
     assert DataConfig(sources=("builtin",)).split_long
+
+
+def test_documents_are_counted_before_they_are_split(tmp_path):
+    recipe = runs.recipe(write_long(tmp_path), budget={"steps": 40})
+    use, loader = prepared_use(recipe, tmp_path / "run")
+    assert 0 < use.documents <= DOCUMENTS < loader.plans[0].documents
+    assert f"in {use.documents:.0f} documents;" in use.describe()
+    (planned,) = planned_use(recipe) or ()
+    fraction = recipe.data.validation_fraction
+    assert planned.documents == pytest.approx(DOCUMENTS * (1 - fraction))
 
 
 def test_epochs_are_those_the_loader_counts(tmp_path):

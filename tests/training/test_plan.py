@@ -143,7 +143,9 @@ def test_a_micro_batch_has_no_more_tokens_than_are_fast(monkeypatch):
     small = merge(tree, {"data": {"global_batch": 15}})
     assert choose_micro_batch(recipe_from_tree(small), torch.device("cpu")).rows == 15
     odd = merge(tree, {"data": {"global_batch": 34}})
-    assert choose_micro_batch(recipe_from_tree(odd), torch.device("cpu")).rows == 2
+    assert choose_micro_batch(recipe_from_tree(odd), torch.device("cpu")).rows == 12  # 12, 12, 10
+    prime = merge(tree, {"data": {"global_batch": 17}})
+    assert choose_micro_batch(recipe_from_tree(prime), torch.device("cpu")).rows == 9  # and 8
     per_batch = merge(tree, {"model": {"loop": {"draw_per": "micro-batch"}}})
     assert choose_micro_batch(recipe_from_tree(per_batch), torch.device("cpu")).rows == 256
 

@@ -105,6 +105,8 @@ def test_other_data_is_refused(killed, shards, tmp_path):
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(ConfigError, match=r"data\.sources: the train documents in .*other are"):
         parcae.train(run, resume=True, data={"sources": [str(other)]})
+    with pytest.raises(ConfigError, match=r"data\.sources: the train documents in .*data/0 are"):
+        parcae.train(run, resume=True, data={"sources": [str(text)]})  # tokenised, then refused
     with pytest.raises(ConfigError, match=r"data\.sources: 2 given, but the run in .* has 1"):
         parcae.train(run, resume=True, data={"sources": [str(shards), str(shards)]})
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before

@@ -61,6 +61,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "'<|endoftext|>'; it is dropped (default: none, one document)",
     )
     parser.add_argument(
+        "--document-start",
+        metavar="REGEX",
+        help="regular expression of the lines at which the documents of such a file start "
+        "(default: none, one document)",
+    )
+    parser.add_argument(
+        "--text-field",
+        metavar="NAME",
+        help="JSON key or Parquet column that contains the text in a file given by --val-data "
+        "(default: text)",
+    )
+    parser.add_argument(
         "--limit", type=int, metavar="N", help="score at most N items of each task (default: all)"
     )
     parser.add_argument(
@@ -143,6 +155,8 @@ def run(arguments: argparse.Namespace) -> int:
             data=arguments.eval_data,
             val_data=arguments.val_data,
             separator=arguments.separator,
+            document_start=arguments.document_start,
+            text_field=arguments.text_field,
             limit=arguments.limit,
             seeds=arguments.seeds,
             baselines=arguments.baselines,
@@ -200,7 +214,8 @@ def _progress() -> Iterator[Report]:
                 visible=True,
             )
             if progress.items_done == progress.items and not console.err.is_terminal:
-                line = f"{progress.task}: {console.format_items(progress.items, 'item')} scored"
+                items = console.format_items(progress.items, *progress.unit)
+                line = f"{progress.task}: {items} scored"
                 console.err.print(line, markup=False, highlight=False)
 
         yield report

@@ -117,7 +117,9 @@ def _tables(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     step = "unknown"
     if plan.seconds_per_step is not None:
         step = console.format_duration(plan.seconds_per_step)
-    batches = f"{plan.micro_batches} of {plan.micro_batch} rows"
+    batches = f"{plan.micro_batches} of {console.format_items(plan.micro_batch, 'row')}"
+    if plan.last_micro_batch < plan.micro_batch:
+        batches += f", the last of {plan.last_micro_batch}"
     if plan.micro_batch_reason is not None:
         batches += f" ({plan.micro_batch_reason})"
     time = [

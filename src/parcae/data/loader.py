@@ -98,6 +98,7 @@ class Loader:
         _check_sources(sources)
         _check_ranks(config, rank, world_size)
         self.config = config
+        self.sources = tuple(sources)
         self._weights = [_plain_weight(source) for source in sources]
         self._documents = [
             documents_as_packed(

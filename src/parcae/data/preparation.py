@@ -187,7 +187,7 @@ def _check_folder(work: Preparation, folder: Path) -> None:
 
 def _check_finished(work: Preparation, folder: Path, report: Report) -> Manifest:
     manifest = read_manifest(folder)
-    _check_identity(folder, manifest["preparation"], _identity(work, _digests(work, {}, report)))
+    _check_identity(folder, manifest["preparation"], work, _digests(work, {}, report))
     check_companions(folder, manifest)
     for split in SPLITS:
         for record in manifest["shards"][split]:
@@ -203,8 +203,8 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     remedy = "Delete the folder and start again."
     earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
     digests = _digests(work, earlier["digests"], report)
-    identity = _identity(work, digests)
-    _check_identity(folder, earlier.get("preparation", identity), identity)
+    identity = earlier.get("preparation", _identity(work, digests))
+    _check_identity(folder, identity, work, digests)
     _remove_leftovers(folder)
     parts = _intact_parts(folder, earlier["parts"], report)
     state = {"preparation": identity, "digests": digests, "parts": parts}
@@ -308,12 +308,20 @@ def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _identity(work: Preparation, digests: FileDigests) -> str:
-    """sha256 of everything that determines the bytes of the shards."""
+def _identity(work: Preparation, digests: FileDigests, by_name: bool = False) -> str:
+    """sha256 of everything that determines the tokens: the formats of files, not their names.
+
+    `by_name`: as earlier versions computed it, with the names.
+    """
+    sources = _sources(work, digests)
+    if not by_name:
+        files = [file for stage in work.corpus.stages for file in stage.files]
+        for source, file in zip(sources, files, strict=True):
+            source["name"] = file.format
     identity = {
         "format": FORMAT,
         "tokenizer": work.tokenizer.sha256,
-        "sources": _sources(work, digests),
+        "sources": sources,
         "validation_fraction": work.corpus.validation_fraction,
         "shard_tokens": work.shard_tokens,
         "reading": work.corpus.options.identity,
@@ -338,8 +346,8 @@ def _digests(work: Preparation, known: FileDigests, report: Report) -> FileDiges
     )
 
 
-def _check_identity(folder: Path, existing: str, expected: str) -> None:
-    if existing != expected:
+def _check_identity(folder: Path, existing: str, work: Preparation, digests: FileDigests) -> None:
+    if existing not in (_identity(work, digests), _identity(work, digests, by_name=True)):
         raise FileError(
             f"{folder}: contains shards of other sources, another tokenizer or other settings. "
             "Choose another folder, or delete this one."

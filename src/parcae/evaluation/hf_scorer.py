@@ -38,6 +38,7 @@ class HFScorer:
 
     loops: tuple[int, ...] = (1,)
     is_looped = False
+    mean_loops = None
     draws_state = False
 
     def __init__(

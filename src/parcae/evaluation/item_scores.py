@@ -66,6 +66,14 @@ class Evaluation:
     """By task."""
     suites: Mapping[str, Any]
     """Of the last evaluation, as in result.json."""
+    mean_loops: int | None = None
+    """In training; None where it is not recorded."""
+
+    @property
+    def default_loops(self) -> int:
+        """The mean of training where it was scored, else the largest scored."""
+        mean = self.mean_loops
+        return mean if mean is not None and mean in self.loops else max(self.loops)
 
 
 def read_evaluation(folder: str | Path) -> Evaluation:
@@ -138,6 +146,7 @@ def _evaluation(
         result["context_length"],
         items,
         result["suites"],
+        result.get("mean_loops"),
     )
 
 

@@ -14,16 +14,17 @@ import gzip
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
+from parcae.data.sources import ReadOptions
 from parcae.evaluation.branches import batches
 from parcae.evaluation.metrics import mean
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import Scorer
-from parcae.files import reading, sha256
+from parcae.files import reading, sha256, to_json
 
 Record = dict[str, Any]
 
@@ -34,6 +35,11 @@ COST_SAMPLES = 4
 
 
 class Job(Protocol):
+    @property
+    def unit(self) -> tuple[str, str]:
+        """What an item is called: one, several."""
+        ...
+
     @property
     def name(self) -> str:
         """Identifies the measurement in the samples."""
@@ -79,8 +85,8 @@ class DataFile:
     split: str
     stand_in: bool = False
     """Whether it is a part or a reconstruction of the original data."""
-    separator: str | None = None
-    """The line that separates its documents; None where it is one, or has records."""
+    options: ReadOptions = field(default_factory=ReadOptions)
+    """How it is cut into documents."""
 
     @cached_property
     def sha256(self) -> str:
@@ -93,22 +99,26 @@ class DataFile:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the content and how it is cut into documents."""
-        if self.separator is None:
+        chosen = self._chosen_options()
+        if not chosen:
             return self.sha256
-        return hashlib.sha256(f"{self.sha256}\n{self.separator}".encode()).hexdigest()
+        cut = chosen["separator"] if chosen.keys() == {"separator"} else to_json(chosen)
+        return hashlib.sha256(f"{self.sha256}\n{cut}".encode()).hexdigest()
+
+    def _chosen_options(self) -> dict[str, Any]:
+        """The options that are not the default."""
+        default = vars(ReadOptions())
+        return {name: v for name, v in vars(self.options).items() if v != default[name]}
 
     def describe(self) -> dict[str, Any]:
-        separator = (
-            {}
-            if self.separator is None
-            else {"separator": self.separator, "fingerprint": self.fingerprint}
-        )
+        chosen = self._chosen_options()
+        cut = {**chosen, "fingerprint": self.fingerprint} if chosen else {}
         return {
             "file": str(self.path),
             "split": self.split,
             "stand_in": self.stand_in,
             "sha256": self.sha256,
-            **separator,
+            **cut,
         }
 
 
@@ -116,6 +126,7 @@ class PromptJob(ABC):
     """A job whose items are prompts, scored in batches of the scorer's size."""
 
     name: str
+    unit = ("item", "items")
     seed: int | None = None
     source: DataFile
 

@@ -171,6 +171,7 @@ class HeldOutRows:
     """The suite `val` on a run: the rows its training validates on. An item is a batch of rows."""
 
     name = "val"
+    unit = ("batch of rows", "batches of rows")
     seed = None
 
     def __init__(

@@ -92,7 +92,7 @@ def compare_evaluations(
         a: A result of `parcae.evaluate`, the folder of one, or the run it belongs to.
         b: Likewise; differences are B - A.
         loops: Numbers of loops of A and of B, one number for both, or "each" for every number both
-            have. Default: the largest of each.
+            have. Default: the mean of each in training where it was scored, else the largest.
     """
     first, second = (
         side if isinstance(side, Evaluation) else evaluation_of(side) for side in (a, b)
@@ -121,7 +121,7 @@ def choose_loops(
 ) -> list[Loops]:
     """The pairs of numbers of loops to compare; see `compare_evaluations`."""
     if loops is None:
-        return [(max(a.loops), max(b.loops))]
+        return [(a.default_loops, b.default_loops)]
     if loops == "each":
         return _each(a, b)
     pair = (loops, loops) if isinstance(loops, int) else loops

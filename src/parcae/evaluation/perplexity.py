@@ -80,18 +80,15 @@ def open_wikitext(folder: Path, limit: int | None, scorer: Scorer) -> TextSuite:
 
 
 def open_texts(
-    path: str | Path, limit: int | None, scorer: Scorer, separator: str | None = None
+    path: str | Path, limit: int | None, scorer: Scorer, options: ReadOptions | None = None
 ) -> TextSuite:
-    """The suite `val` on a file: every document, or the first `limit`.
-
-    In a text file, lines equal to `separator` separate the documents.
-    """
+    """The suite `val` on a file: every document, or the first `limit`."""
+    options = options or ReadOptions()
     files = find_files([path])
     if len(files) != 1:
         raise ConfigError(f"val-data: {path} stands for {len(files)} files. Name one file.")
-    options = ReadOptions(separator=separator)
     texts = [document.text for document in islice(read_documents(files, options), limit)]
-    source = DataFile(files[0].path, "held out", separator=separator)
+    source = DataFile(files[0].path, "held out", options=options)
     return TextSuite(RunningText("val", texts, texts, source, scorer))
 
 
@@ -125,6 +122,8 @@ class Passages(PromptJob):
 class RunningText(PromptJob):
     """Whole documents. An item is a window; the words and bytes of a document count with its first
     window."""
+
+    unit = ("window", "windows")
 
     def __init__(
         self,

@@ -59,6 +59,8 @@ class EvaluationResult:
     """By suite: `by_loops` has the metrics at each number of loops (as text; None where the model
     diverged), `tasks` the same of each task (None where its data is missing)."""
     seconds: float
+    mean_loops: int | None = None
+    """Of the model's training; None without a loop, and in results of earlier versions."""
     folder: Path | None = field(default=None, compare=False)
     """Of the files; None where nothing was written."""
     records: tuple[Record, ...] = field(default=(), compare=False, repr=False)
@@ -75,6 +77,7 @@ class EvaluationResult:
             "checkpoint": self.checkpoint,
             "looped": self.looped,
             "loops": list(self.loops),
+            "mean_loops": self.mean_loops,
             "state": self.state,
             "context_length": self.context_length,
             "limit": self.limit,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parcae.config import ConfigError, require
+from parcae.data.sources import ReadOptions
 from parcae.evaluation.jobs import Job
 from parcae.evaluation.results import PICTURE, RESULT, EvaluationResult, Samples
 from parcae.evaluation.scorer import Scorer, State, open_scorer
@@ -50,6 +51,8 @@ class Progress:
     tokens_done: int = 0
     tokens: int = 0
     """Of all jobs, estimated."""
+    unit: tuple[str, str] = ("item", "items")
+    """What an item is: one, several."""
 
 
 Report = Callable[[Progress], None]
@@ -64,6 +67,8 @@ def evaluate(
     data: str | Path | None = None,
     val_data: str | Path | None = None,
     separator: str | None = None,
+    document_start: str | None = None,
+    text_field: str | None = None,
     limit: int | None = None,
     seeds: Sequence[int] | None = None,
     baselines: Baselines = "nanochat",
@@ -93,6 +98,8 @@ def evaluate(
         val_data: File of held-out texts for val. Default: the rows that the run holds out.
         separator: Line that separates the documents of `val_data`, if it is a text file, such as
             `<|endoftext|>`. Default: the file is one document.
+        document_start: Regular expression of the lines at which its documents start, instead.
+        text_field: JSON key or Parquet column that contains the text. Default: text.
         limit: Score at most this many items of each task (articles of wikitext, rows or texts of
             val). Default: all; of a run's rows, `run.validation_rows`.
         seeds: Seeds of the few-shot examples. Default: 1234, 2345, 3456.
@@ -117,16 +124,19 @@ def evaluate(
     require(
         baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
     )
-    require(
-        separator is None or val_data is not None,
-        "separator",
-        f"{separator!r}, but there is no file of texts",
-        "Give it with --val-data; the rows of a run are separated already.",
-    )
+    cut = {"separator": separator, "document_start": document_start, "text_field": text_field}
+    cut = {name: value for name, value in cut.items() if value is not None}
+    for name, value in cut.items():
+        require(
+            val_data is not None,
+            name,
+            f"{value!r}, but there is no file of texts",
+            "Give it with --val-data; the rows of a run are separated already.",
+        )
     options = SuiteOptions(
         data=None if data is None else Path(data),
         val_data=val_data,
-        separator=separator,
+        read_options=ReadOptions(**cut),
         run=None if isinstance(model, LanguageModel) else run_of(model),
         seeds=tuple(dict.fromkeys(seeds)) if seeds else SEEDS,
         limit=limit,
@@ -195,6 +205,7 @@ def _evaluate(
         eval_data=None if options.data is None else str(options.data),
         suites={name: suite.result(samples, loops) for name, suite in suites.items()},
         seconds=round(time.monotonic() - start, 1),
+        mean_loops=scorer.mean_loops,
         folder=folder,
         records=samples.all() if folder is None else (),
     )
@@ -235,6 +246,7 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
                     len(job),
                     round(tokens_done),
                     tokens,
+                    job.unit,
                 )
             )
     samples.sort()

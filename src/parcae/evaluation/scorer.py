@@ -55,6 +55,8 @@ class Scorer(Protocol):
     loops: tuple[int, ...]
     """Numbers of loops to score at; (1,) for a model without a loop."""
     is_looped: bool
+    mean_loops: int | None
+    """In training; None for a model without a loop."""
     draws_state: bool
     """Whether the initial state is random, so that the seed changes every answer."""
     context_length: int
@@ -103,6 +105,7 @@ class LoopedScorer:
         self.is_looped = isinstance(model, LoopedModel)
         requested = loops or (model.config.loop.nominal_loops,)
         self.loops = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
+        self.mean_loops = model.config.loop.nominal_loops if self.is_looped else None
         if not self.is_looped:
             self.loops = (1,)
         self.first_loops = self.loops[0]

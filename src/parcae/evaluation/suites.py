@@ -27,6 +27,7 @@ from parcae.files import FileError
 from parcae.recipe import suggest
 
 if TYPE_CHECKING:
+    from parcae.data.sources import ReadOptions
     from parcae.evaluation.jobs import Job
     from parcae.evaluation.results import Samples
     from parcae.evaluation.scorer import Scorer
@@ -53,8 +54,8 @@ class SuiteOptions:
     """Folder of the task files."""
     val_data: Path | str | None = None
     """File of held-out texts, for `val`; None for the rows of a run."""
-    separator: str | None = None
-    """Line that separates the documents of `val_data`, if it is a text file."""
+    read_options: ReadOptions | None = None
+    """How the file of texts is cut into documents."""
     run: Path | None = None
     """The run that the model belongs to."""
     seeds: tuple[int, ...] = SEEDS
@@ -86,7 +87,7 @@ def _open_val(options: SuiteOptions, scorer: Scorer) -> Suite:
     from parcae.evaluation.perplexity import TextSuite, open_texts
 
     if options.val_data is not None:
-        return open_texts(options.val_data, options.limit, scorer, options.separator)
+        return open_texts(options.val_data, options.limit, scorer, options.read_options)
     return TextSuite(open_held_out_rows(options.run, options.limit, scorer))
 
 

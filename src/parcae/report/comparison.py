@@ -66,8 +66,10 @@ class Compared:
     def default_loops(self) -> int | None:
         """The mean of training where it was scored (or validated), else the largest scored."""
         mean = self.run.nominal_depth if self.run else None
-        measured = self.evaluation.loops if self.evaluation else self.measured_loops
-        return mean if mean in measured else max(measured, default=mean)
+        if self.evaluation is None:
+            measured = self.measured_loops
+            return mean if mean in measured else max(measured, default=mean)
+        return mean if mean in self.evaluation.loops else self.evaluation.default_loops
 
     def row(self, loops: int | None) -> dict[str, Any]:
         """Its row of the table at one number of loops; None where a value is not known."""

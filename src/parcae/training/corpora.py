@@ -27,7 +27,7 @@ from parcae.data.loader import (
 )
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
-from parcae.data.sources import BUILTIN, SPLITS, ReadOptions, digest_files, find_files
+from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.files import FileError, read_json
@@ -140,7 +140,7 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
             size,
             characters=TOKENIZER_CHARACTERS,
             document_cap=0,
-            options=_read_options(recipe),
+            options=recipe.data.read_options,
         )
     _check_vocabulary(tokenizer, recipe)
     tokenizer.save(run / TOKENIZER_FILE)
@@ -284,12 +284,8 @@ def _tokenise(
         tokenizer,
         folder,
         validation_fraction=recipe.data.validation_fraction,
-        options=_read_options(recipe),
+        options=recipe.data.read_options,
     )
-
-
-def _read_options(recipe: Recipe) -> ReadOptions:
-    return ReadOptions(separator=recipe.data.separator)
 
 
 def _has_trained(run: Path) -> bool:

@@ -5,7 +5,6 @@ Where the sources are not tokenised yet, lengths are estimated from the bytes of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +12,12 @@ import numpy as np
 
 from parcae import console
 from parcae.config import ConfigError
+from parcae.data.loader import Loader
 from parcae.data.order import BLOCK_DOCUMENTS, SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, documents_as_packed
 from parcae.data.readers import bytes_read, read_documents
 from parcae.data.shards import MANIFEST, ShardedDocuments
-from parcae.data.sources import ReadOptions, find_files
+from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 from parcae.training.schedule import total_steps
@@ -38,7 +38,9 @@ class SourceUse:
 
     source: str
     documents: float
+    """Before long ones are split."""
     tokens: float
+    """Of these documents."""
     dropped_share: float
     """Share of the tokens that packing drops in an epoch."""
     cropped_share: float
@@ -55,9 +57,8 @@ class SourceUse:
         length = "" if self.epochs is None else f"; the budget is {about}{_epochs(self.epochs)}"
         return (
             f"Data: {self.source}, {about}{console.format_count(self.tokens)} tokens in "
-            f"{console.format_count(self.documents)} document{'s' if self.documents != 1 else ''}; "
-            f"packing drops {about}"
-            f"{self.dropped_share:.1%}{length}."
+            f"{about}{console.format_items(round(self.documents), 'document')}; "
+            f"packing drops {about}{self.dropped_share:.1%}{length}."
         )
 
     def warning(self) -> str | None:
@@ -76,13 +77,16 @@ class SourceUse:
 
 
 def _epochs(epochs: float) -> str:
-    return f"{epochs:.2g} epochs" if epochs < 10 else f"{epochs:,.0f} epochs"
+    text = console.format_number(epochs)
+    return f"{text} epoch{'s' if text != '1' else ''}"
 
 
-def use_of_plans(recipe: Recipe, plans: Sequence[SourcePlan]) -> list[SourceUse]:
-    """What a run uses of its sources, by the loader's plans of their rows."""
+def use_of_loader(recipe: Recipe, loader: Loader) -> list[SourceUse]:
+    """What a run uses of the sources of its loader, by the plans of their rows."""
+    lengths = [source.documents.lengths for source in loader.sources]
     return [
-        _use(recipe, number, plan, plan.documents, plan.tokens) for number, plan in enumerate(plans)
+        _use(recipe, number, plan, len(of_source), int(of_source.sum()))
+        for number, (plan, of_source) in enumerate(zip(loader.plans, lengths, strict=True))
     ]
 
 
@@ -103,7 +107,7 @@ def _use(
     part: float = 1.0,
     estimated: bool = False,
 ) -> SourceUse:
-    """`part` is the share of the source that the plan covers."""
+    """`part` is the share of the source's training documents that the plan covers."""
     use, steps = plan.epoch_use(), total_steps(recipe)
     weights = recipe.data.weights or (1.0,) * len(recipe.data.sources)
     epochs = None
@@ -127,6 +131,7 @@ def _planned(recipe: Recipe, number: int) -> SourceUse:
     part, estimated = 1.0, not (Path(source) / MANIFEST).exists()
     if estimated:
         lengths, part = _estimated_lengths(recipe, source)
+        part /= 1 - data.validation_fraction
     else:
         lengths = ShardedDocuments.open(source).lengths
     row = recipe.model.context_length + 1
@@ -150,7 +155,7 @@ def _estimated_lengths(recipe: Recipe, source: str) -> tuple[np.ndarray, float]:
     total, read_until = sum(file.bytes for file in files), bytes_read(files)
     sizes: list[int] = []
     start, done = "", 0.0
-    for document in read_documents(files, ReadOptions(separator=recipe.data.separator)):
+    for document in read_documents(files, recipe.data.read_options):
         if document.text:
             sizes.append(len(document.text.encode()))
             start += document.text[: max(0, TOKENIZER_SAMPLE - len(start))]

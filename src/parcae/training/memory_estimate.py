@@ -105,7 +105,8 @@ class MicroBatch(NamedTuple):
 def choose_micro_batch(
     recipe: Recipe, device: torch.device, devices: int = 1, on_this_machine: int = 1
 ) -> MicroBatch:
-    """The largest divisor of a device's rows that fits its memory and is not above `MOST_TOKENS`.
+    """A device's rows in as few micro-batches as fit its memory and `MOST_TOKENS`, equal but for
+    one row.
 
     It fits if the estimate is below a share of the memory that is available now, which processes on
     a CPU divide among them. Where depths are drawn per micro-batch, its size changes what is
@@ -116,15 +117,15 @@ def choose_micro_batch(
     if not recipe.model.loop.draws_per_sequence:
         return MicroBatch(rows, "depths are drawn per micro-batch")
     most = max(1, MOST_TOKENS[kind] // length)
-    divisors = [n for n in range(min(rows, most), 0, -1) if rows % n == 0]
+    sizes = sorted({-(-rows // n) for n in range(-(-rows // most), rows + 1)}, reverse=True)
     available = _available(device, on_this_machine)
-    limited = f"at most {MOST_TOKENS[kind]:,} tokens" if divisors[0] < rows else "the whole batch"
+    limited = f"at most {MOST_TOKENS[kind]:,} tokens" if sizes[0] < rows else "the whole batch"
     if available is None:
-        return MicroBatch(divisors[0], limited)
+        return MicroBatch(sizes[0], limited)
     limit = SHARE_OF_MEMORY[kind] * available
     dtype = compute_dtype(recipe.run.precision, device)
-    if _rough_bytes(recipe, dtype, divisors[0]) <= limit:
-        return MicroBatch(divisors[0], limited)
+    if _rough_bytes(recipe, dtype, sizes[0]) <= limit:
+        return MicroBatch(sizes[0], limited)
     one = estimate_memory(recipe, dtype, 1, rows, devices)
     fixed = one.weights + one.gradients + one.optimiser
     per_row = _activations(recipe, dtype, 2) - one.activations
@@ -132,9 +133,9 @@ def choose_micro_batch(
     def total(n: int) -> int:
         return fixed + max(one.activations + (n - 1) * per_row, one.optimiser_step)
 
-    fitting = next((n for n in divisors if total(n) <= limit), None)
-    if fitting == divisors[0]:
-        return MicroBatch(divisors[0], limited)
+    fitting = next((n for n in sizes if total(n) <= limit), None)
+    if fitting == sizes[0]:
+        return MicroBatch(sizes[0], limited)
     share = f"{SHARE_OF_MEMORY[kind]:.0%} of the {console.format_bytes(available)} available"
     if fitting is None:
         return MicroBatch(1, f"the estimate, {console.format_bytes(one.total)}, exceeds {share}")

@@ -66,6 +66,8 @@ class Plan:
     """Why a recipe that does not set it has this one."""
     micro_batches: int
     """Micro-batches of a step on each device."""
+    last_micro_batch: int
+    """Rows of the last of them."""
     memory: Memory
     checkpoint_bytes: int
     device_flops: float | None
@@ -126,8 +128,9 @@ def plan(
     rows, reason = recipe.data.micro_batch, None
     if rows is None:
         rows, reason = choose_micro_batch(recipe, torch.device(kind), devices, devices)
-    rows = min(rows, batch // devices)
-    micro_batches = -(-(batch // devices) // rows)
+    rows_of_device = batch // devices
+    rows = min(rows, rows_of_device)
+    micro_batches = -(-rows_of_device // rows)
 
     steps, count = total_steps(recipe), flops.parameter_count(recipe.model)
     tokens = None if steps is None else steps * tokens_per_step(recipe)
@@ -148,6 +151,7 @@ def plan(
         micro_batch=rows,
         micro_batch_reason=reason,
         micro_batches=micro_batches,
+        last_micro_batch=rows_of_device - (micro_batches - 1) * rows,
         memory=estimate_memory(recipe, dtype, rows, micro_batches, devices),
         checkpoint_bytes=checkpoint_bytes(recipe),
         device_flops=speed,

@@ -218,9 +218,15 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
     before = read_recipe(run) if state is None else recipe_from_tree(state["recipe"])
     _check_unchanged(before, recipe, run)
     check_moved(recipe, before, run)
+    copies = set((run / DATA_FOLDER).glob("[0-9]*"))
     prepare_corpora(recipe, run, report)
     if state is not None:
-        check_same_data(open_corpora(recipe, run), state["sources"], run)
+        try:
+            check_same_data(open_corpora(recipe, run), state["sources"], run)
+        except ConfigError:
+            for folder in set((run / DATA_FOLDER).glob("[0-9]*")) - copies:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     write_text(run / RECIPE_FILE, _recipe_text(recipe))
     return recipe
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parcae.config import ConfigError, ModelConfig
+from parcae.data.sources import ReadOptions
 from parcae.presets import model_from_table
 from parcae.recipe import build, check_tables, find_recipe, from_file, merge, plain
 from parcae.registry import OPTIMISERS
@@ -37,6 +38,14 @@ class DataConfig(Settings, table="data"):
         None,
         "line that separates the documents of text files and is dropped, such as <|endoftext|> "
         "(unset: a file is one document)",
+    )
+    document_start: str | None = setting(
+        None,
+        "regular expression of the lines at which the documents of text files start "
+        "(unset: a file is one document)",
+    )
+    text_field: str | None = setting(
+        None, "JSON key or Parquet column that contains the text (unset: text)"
     )
     weights: tuple[float, ...] = setting((), "shares of the sources (unset: equal)", above=0)
     tokenizer: str | None = setting(
@@ -81,6 +90,17 @@ class DataConfig(Settings, table="data"):
             f"{len(self.weights)} weights for {len(self.sources)} sources",
             "Give one weight per source, or none.",
         )
+        try:
+            _ = self.read_options
+        except ConfigError as error:
+            raise ConfigError(f"data.{error}") from None
+
+    @property
+    def read_options(self) -> ReadOptions:
+        """How files are cut into documents."""
+        names = ("separator", "document_start", "text_field")
+        values = {name: getattr(self, name) for name in names}
+        return ReadOptions(**{name: v for name, v in values.items() if v is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

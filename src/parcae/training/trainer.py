@@ -22,7 +22,7 @@ from parcae.recipe import plain
 from parcae.runs.layout import RESULT_FILE, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
-from parcae.training.data_use import use_of_plans
+from parcae.training.data_use import use_of_loader
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
@@ -384,7 +384,7 @@ class Trainer:
             )
 
     def _print_data_use(self) -> None:
-        for use in use_of_plans(self.recipe, self.learner.loader.plans):
+        for use in use_of_loader(self.recipe, self.learner.loader):
             self.display.print(use.describe())
             if (warning := use.warning()) is not None:
                 self.display.print(warning)
