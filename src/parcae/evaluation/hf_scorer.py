@@ -38,7 +38,7 @@ class HFScorer:
 
     loops: tuple[int, ...] = (1,)
     is_looped = False
-    mean_loops = None
+    mean_loops: int | None = None
     draws_state = False
 
     def __init__(
