@@ -125,10 +125,9 @@ def evaluate(
         baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
     )
     cut = {"separator": separator, "document_start": document_start, "text_field": text_field}
-    cut = {name: value for name, value in cut.items() if value is not None}
     for name, value in cut.items():
         require(
-            val_data is not None,
+            value is None or val_data is not None,
             name,
             f"{value!r}, but there is no file of texts",
             "Give it with --val-data; the rows of a run are separated already.",
@@ -136,7 +135,11 @@ def evaluate(
     options = SuiteOptions(
         data=None if data is None else Path(data),
         val_data=val_data,
-        read_options=ReadOptions(**cut),
+        read_options=ReadOptions(
+            separator=separator,
+            document_start=document_start,
+            text_field="text" if text_field is None else text_field,
+        ),
         run=None if isinstance(model, LanguageModel) else run_of(model),
         seeds=tuple(dict.fromkeys(seeds)) if seeds else SEEDS,
         limit=limit,

@@ -98,9 +98,11 @@ class DataConfig(Settings, table="data"):
     @property
     def read_options(self) -> ReadOptions:
         """How files are cut into documents."""
-        names = ("separator", "document_start", "text_field")
-        values = {name: getattr(self, name) for name in names}
-        return ReadOptions(**{name: v for name, v in values.items() if v is not None})
+        return ReadOptions(
+            separator=self.separator,
+            document_start=self.document_start,
+            text_field="text" if self.text_field is None else self.text_field,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
