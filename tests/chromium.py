@@ -1,9 +1,9 @@
 """A headless Chromium, driven over the pipe of its DevTools protocol.
 
-    with Browser(folder) as browser:
-        page = browser.open(url, width=375, dark=True)
-        page.click("#generate")
-        page.wait("document.title === 'done'")
+with Browser(folder) as browser:
+    page = browser.open(url, width=375, dark=True)
+    page.click("#generate")
+    page.wait("document.title === 'done'")
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ class Browser:
         self._output, from_browser = os.pipe()
         # Above 4, so that neither is overwritten before it is copied.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]
+
+        def copy_ends() -> None:
+            os.dup2(ends[0], 3)
+            os.dup2(ends[1], 4)
+
         command = [str(BROWSER), "--headless=new", "--remote-debugging-pipe", "--no-sandbox"]
         command += ["--disable-gpu", f"--user-data-dir={folder / 'profile'}", "about:blank"]
         self._process = subprocess.Popen(
             command,
             pass_fds=(3, 4),
-            preexec_fn=lambda: (os.dup2(ends[0], 3), os.dup2(ends[1], 4)) and None,
+            preexec_fn=copy_ends,
             env={**os.environ, "HOME": str(folder)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -168,9 +173,7 @@ class Page:
     def click(self, selector: str) -> None:
         x, y = self.point(selector)
         for kind in ("mousePressed", "mouseReleased"):
-            self.call(
-                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
-            )
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def press(self, key: str, *, ctrl: bool = False) -> None:
         event = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from parcae.config import ConfigError
 from parcae.infer.loop_trace import trace_next_token
 from parcae.infer.request import check_prompt
+from parcae.plotting import page_style
 from parcae.runs import Checkpoint
 from parcae.serving.generation import EventStream, generate
 from parcae.serving.metrics import Exposition
@@ -191,6 +192,9 @@ async def page() -> Response:
 async def page_file(name: str) -> Response:
     if name not in PAGE_FILES:
         raise HTTPException(404, "There is no such path.")
+    if name == "page.css":
+        text = page_style() + (PAGE / name).read_text(encoding="utf-8")
+        return Response(text, media_type="text/css")
     return FileResponse(PAGE / name)
 
 
