@@ -1,13 +1,18 @@
-"""What checkpointing the loop costs in time: a training step with and without, taking turns.
+"""What checkpointing the loop costs in time and saves in memory: steps with and without.
 
-    python benchmarks/checkpointed_loops.py [--repetitions 7]
+    python benchmarks/checkpointed_loops.py [--repetitions 7]                    time, taking turns
+    MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 \\
+        python benchmarks/checkpointed_loops.py --memory [--preset parcae-3m]    memory, on Linux
 
 parcae-10m, 16 rows of 128 tokens, 12 loops of which 4 or 12 have gradient; forward and backward.
+The variable returns freed memory to the system at once, so that a peak is that of the tensors. It
+is printed as JSON: how, loops with gradient, bytes above the memory before the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 
@@ -20,9 +25,9 @@ from parcae.model.base import LanguageModel
 ROWS, LENGTH, LOOPS = 16, 128, 12
 
 
-def model(grad_loops: int, checkpointed: bool) -> LanguageModel:
+def model(grad_loops: int, checkpointed: bool, preset: str = "parcae-10m") -> LanguageModel:
     loop = {"mean_loops": LOOPS, "backprop_loops": grad_loops, "sampler": "fixed"}
-    created = parcae.create("parcae-10m", loop=loop)
+    created = parcae.create(preset, loop=loop)
     if checkpointed:
         created.checkpoint_loops()
     return created
@@ -36,14 +41,44 @@ def seconds(model: LanguageModel, tokens: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
+def peak_bytes(candidate: LanguageModel) -> int:
+    """Peak of a step above the memory before it."""
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    seconds(candidate, tokens[:1])  # loads what is loaded late
+    with open("/proc/self/clear_refs", "w") as stream:
+        stream.write("5")  # the peak starts again from here
+    before = _status("VmRSS")
+    seconds(candidate, tokens)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as stream:
+        return 1024 * next(int(line.split()[1]) for line in stream if line.startswith(key))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=7)
-    repetitions = parser.parse_args().repetitions
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--preset", default="parcae-10m")
+    arguments = parser.parse_args()
+    if arguments.memory:
+        taken = [
+            [how, loops, peak_bytes(model(loops, how == "checkpointed", arguments.preset))]
+            for how in ("checkpointed", "plain")
+            for loops in (4, 12)
+        ]
+        print(json.dumps(taken))
+        return
+    measure_time(arguments.preset, arguments.repetitions)
+
+
+def measure_time(preset: str, repetitions: int) -> None:
     keep_freed_memory()
     tokens = torch.randint(4096, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     for grad_loops in (4, 12):
-        pair = {checkpointed: model(grad_loops, checkpointed) for checkpointed in (False, True)}
+        pair = {how: model(grad_loops, how, preset) for how in (False, True)}
         taken: dict[bool, list[float]] = {False: [], True: []}
         for repetition in range(repetitions + 1):
             for checkpointed, candidate in pair.items():

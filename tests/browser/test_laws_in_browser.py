@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,6 +69,18 @@ def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, dark, res
         for test_loops, *series in shown["test"]:
             tokens = flops / float(model.shape.flops_per_token(shown["mu"]))
             check(series, loss_at(model, shown["mu"], tokens, test_loops).estimate)
+
+
+def test_without_a_law_of_test_loops_nothing_of_it_is_shown(tmp_path, result):
+    model = result.models["parcae-370m"]
+    laws = {name: law for name, law in model.laws.items() if name == "training"}
+    alone = replace(result, models={"mine": replace(model, laws=laws)})
+    probe = """<script>addEventListener("load", () => {
+      const shown = [...document.querySelectorAll("label, section, .of-test")];
+      document.title = shown.filter(part => part.getClientRects().length).length; })</script>"""
+    page = write_page(alone, tmp_path / "laws.html")
+    page.write_text(page.read_text().replace("</main>", f"</main>{probe}"))
+    assert title_in_browser(page, 800, tmp_path) == "3"  # model, FLOPs, and one chart
 
 
 def check(series, estimate):

@@ -116,7 +116,7 @@ def test_a_tokenizer_says_what_the_document_cap_cut(
     message = " ".join(capsys.readouterr().err.split())
     cut = len(text) - 10_000
     assert f"--document-cap 10000 cut {cut:,} (" in message
-    assert "from 1 of 1 documents" in message
+    assert "from 1 of 1 document." in message
     assert "--document-cap 0 uses whole documents" in message
     assert "Use more text" not in message
 

@@ -163,6 +163,11 @@ def test_the_hash_is_of_the_content(tokenizer: Tokenizer) -> None:
     assert Tokenizer(json.dumps(tree)).sha256 != tokenizer.sha256
 
 
+def test_its_text_names_size_and_hash(tokenizer: Tokenizer) -> None:
+    expected = f"{tokenizer.vocab_size:,} entries, sha256 {tokenizer.sha256[:12]})"
+    assert repr(tokenizer).endswith(expected)
+
+
 def test_bytes_per_token(tokenizer: Tokenizer) -> None:
     table = tokenizer.bytes_per_token()
     assert table.shape == (tokenizer.vocab_size,) == (1000,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from parcae.laws.forms import UNIFIED
 from parcae.laws.model_runs import runs_of_model
 from parcae.laws.optimise import huber
 from parcae.laws.page import write_page
-from parcae.laws.summary import markdown
+from parcae.laws.summary import markdown, notes
 from parcae.laws.table import write_table
 
 pytestmark = pytest.mark.slow
@@ -155,6 +156,16 @@ def test_a_table_without_losses_ends_in_one_line(tmp_path, capsys):
     assert main(["fit", str(tmp_path / "runs.csv"), "--out", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("parcae: ")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_reason_does_not_repeat_the_model():
+    reasons = {"unified": "mine: every run has one T.", "power law": "the optimum is outside."}
+    model = SimpleNamespace(not_fitted=reasons, warnings=["a warning"])
+    assert notes(SimpleNamespace(models={"mine": model}))["mine"] == [
+        "not fitted: unified. Every run has one T.",
+        "not fitted: power law. The optimum is outside.",
+        "a warning",
+    ]
 
 
 def test_figures_of_a_table_that_holds_only_a_grid(tmp_path):

@@ -7,43 +7,20 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from conftest import KINDS, randomised
 
-SCRIPT = """
-import json
-import torch
-from parcae.model import create
-
-def status(key):  # ru_maxrss would count the parent's memory from before the exec
-    with open("/proc/self/status") as stream:
-        return 1024 * next(int(line.split()[1]) for line in stream if line.startswith(key))
-
-def taken(carried, checkpointed):
-    loop = {"mean_loops": 12, "backprop_loops": carried, "sampler": "fixed"}
-    model = create("parcae-3m", loop=loop)
-    if checkpointed:
-        model.checkpoint_loops()
-    tokens = torch.zeros(16, 128, dtype=torch.long)
-    model(tokens[:1], tokens[:1]).loss.backward()  # loads what is loaded late
-    with open("/proc/self/clear_refs", "w") as stream:
-        stream.write("5")  # the peak starts again from here
-    before = status("VmRSS")
-    model(tokens, tokens).loss.backward()
-    return status("VmHWM") - before
-
-print(json.dumps([[how, n, taken(n, how == "checkpointed")]
-    for how in ("checkpointed", "plain") for n in (4, 12)]))
-"""
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "checkpointed_loops.py"
 
 
 def bytes_taken():
     """By (how, loops with gradient): the peak of a step above the memory before it."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, str(BENCHMARK), "--memory", "--preset", "parcae-3m"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     return {(how, loops): size for how, loops, size in json.loads(result.stdout)}

@@ -84,7 +84,8 @@ def _use_notes(use: TextUse, entries: int, size: int, characters: float) -> list
         notes.append(
             f"Trained on {use.characters:,} characters: --document-cap {use.document_cap} cut "
             f"{use.characters_cut:,} ({share:.1%}), from {use.documents_cut:,} of "
-            f"{use.documents:,} documents. --document-cap 0 uses whole documents; "
+            f"{console.format_items(use.documents, 'document')}. "
+            "--document-cap 0 uses whole documents; "
             "--separator and --document-start split a file into documents."
         )
         remedy = "Use --document-cap 0, or a smaller --size."

@@ -87,6 +87,9 @@ class Tokenizer:
         if missing := self._missing_bytes():
             raise ValueError(f"{missing} of the 256 bytes are missing, so text would be lost")
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.name!r}, {self.vocab_size:,} entries, sha256 {self.sha256[:12]})"
+
     @classmethod
     def train(
         cls,

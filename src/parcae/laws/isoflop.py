@@ -103,7 +103,7 @@ def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> li
     if not parabolas:
         most = max((len(np.unique(where[budget == v])) for v in np.unique(budget)), default=0)
         raise FitError(
-            f"parabolas: no budget has looped runs at {MIN_DEPTHS} or more depths; the most is "
+            f"no budget has looped runs at {MIN_DEPTHS} or more depths; the most is "
             f"{most}. mean_loops = 1 is fixed depth, a baseline, and does not count. Train more "
             "values of mean_loops above 1 at the same FLOPs."
         )
@@ -115,7 +115,7 @@ def fit_power_law(parabolas: list[Parabola]) -> PowerLaw:
     used = [parabola for parabola in parabolas if parabola.is_inside]
     if len(used) < 2:
         raise FitError(
-            f"power law: the optimum lies within the runs at {len(used)} of "
+            f"the optimum lies within the runs at {len(used)} of "
             f"{format_items(len(parabolas), 'budget')}, and a line needs two. "
             "Widen the range of mean_loops, or add budgets."
         )

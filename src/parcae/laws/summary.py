@@ -44,10 +44,19 @@ def notes(result: FitResult) -> dict[str, list[str]]:
         reasons: dict[str, list[str]] = {}
         for law, reason in model.not_fitted.items():
             reasons.setdefault(reason, []).append(law)
-        listed = [f"not fitted: {', '.join(laws)}. {why}" for why, laws in reasons.items()]
+        listed = [
+            f"not fitted: {', '.join(laws)}. {_sentence(why, name)}"
+            for why, laws in reasons.items()
+        ]
         if listed or model.warnings:
             lines[name] = [*listed, *model.warnings]
     return lines
+
+
+def _sentence(reason: str, model: str) -> str:
+    """A reason without the name of the model, which stands before it."""
+    text = reason.removeprefix(f"{model}: ")
+    return text[:1].upper() + text[1:]
 
 
 def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
@@ -82,7 +91,7 @@ def _laws(model: ModelFit) -> Iterator[SummaryTable]:
         ]
         title = f"{model.model}: {law.law.formula}"
         yield SummaryTable(title, ("parameter", "value", "interval"), rows)
-        title = f"{model.model}: goodness of fit of the {name} law"
+        title = f"{model.model}: fit of the {name} law"
         yield SummaryTable(title, ("", "value"), _quality(law))
 
 

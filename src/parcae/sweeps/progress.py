@@ -191,8 +191,8 @@ def note_on_depths(runs: Sequence[PlannedRun]) -> str | None:
     if not 1 < most < MIN_DEPTHS:
         return None
     return (
-        f"No budget has {MIN_DEPTHS} or more loops above 1, which the parabolas of `parcae fit` "
-        f"need; the most is {most}. 1 is fixed depth, a baseline, and does not count."
+        f"No budget has runs at {MIN_DEPTHS} or more mean loops above 1, which the parabolas of "
+        f"`parcae fit` need; the most is {most}. 1 is fixed depth, a baseline, and does not count."
     )
 
 
