@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -131,3 +132,9 @@ def test_without_scheduler_statistics_nothing_is_limited(monkeypatch):
     monkeypatch.setattr(machine, "seconds_without_core", lambda: None)
     with machine.SpinLimiter() as limiter:
         assert limiter._thread is None
+
+
+def test_no_idle_team_while_pytorch_is_being_imported(monkeypatch):
+    """Another thread imports it; on a busy machine that takes seconds."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    assert machine._IdleTeam.start_if_useful() is None

@@ -200,8 +200,8 @@ class _IdleTeam(threading.Thread):
     @classmethod
     def start_if_useful(cls) -> _IdleTeam | None:
         """None where no threads spin: without PyTorch, with one thread, without libgomp."""
-        torch = sys.modules.get("torch")
-        if torch is None or torch.get_num_threads() == 1:
+        threads = getattr(sys.modules.get("torch"), "get_num_threads", None)
+        if threads is None or threads() == 1:  # None also while PyTorch is being imported
             return None
         try:
             words = Path("/proc/self/maps").read_text().split()
