@@ -13,7 +13,7 @@ async function inspect(side, index) {
   const current = inspected = {token, controller: new AbortController()};
   token.span.setAttribute("aria-selected", "true");
   $("token").textContent = visible(token.text);
-  const {model, loops, threshold} = side.used;
+  const {model, loops, residual} = side.used;
   $("facts").textContent = [`Number ${index + 1}`, `id ${token.id}`, side.loopsElement.disabled ? "" :
     token.loops < loops ? `stopped after ${token.loops} of ${plural(loops, "loop")}` : plural(loops, "loop")].filter(Boolean).join(" · ");
   $("inspector").hidden = false;
@@ -26,7 +26,7 @@ async function inspect(side, index) {
       token.trace = await (await api("v1/trace", body, current.controller.signal)).json();
     }
     if (inspected !== current) return;
-    drawTrace(token, threshold);
+    drawTrace(token, residual);
   } catch (error) {
     if (inspected !== current || current.controller.signal.aborted) return;
     $("finding").textContent = error instanceof Unreachable ? "No connection to the server." : error.message;

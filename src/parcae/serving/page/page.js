@@ -4,6 +4,7 @@
 const $ = id => document.getElementById(id);
 const EXIT_THRESHOLDS = [null, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5];
 const MAX_RESUMES = 5;
+const RULES = {state: "change of state", kl: "change of prediction"};
 const VISIBLE = {" ": "␣", "\n": "↵", "\r": "←", "\t": "→"};
 let models = [], controller = null, scale = 1, reconnecting = null, keyRequest = null;
 
@@ -123,18 +124,18 @@ class Side {
   get loops() { return Number(this.loopsElement.value); }
   get threshold() { return EXIT_THRESHOLDS[this.exitElement.value]; }
 
-  setModel({looped, default_loops: loops, max_loops: most, exit_rules: rules = []}, isSecond) {
+  setModel({looped, default_loops: loops, max_loops: most, exit_rules: rules}, isSecond) {
     this.loopsElement.max = looped ? most : 1;
     this.loopsElement.value = looped ? (isSecond ? Math.max(1, Math.round(loops / 4)) : loops) : 1;
     this.loopsElement.disabled = !looped;
-    this.exitElement.disabled = !looped || !rules.includes("state");
+    this.exitElement.disabled = !rules.length;
     if (this.exitElement.disabled) this.exitElement.value = 0;
     this.showSettings();
   }
 
   showSettings() {
     const {threshold} = this;
-    const text = threshold === null ? "off" : `< ${percent(threshold)}`;
+    const text = threshold === null ? "off" : $("rule").value === "state" ? `< ${percent(threshold)}` : `< ${threshold}`;
     this.element.querySelector(".loops-value").textContent = this.loopsElement.disabled ? "no loop" : this.loops;
     this.element.querySelector(".exit-value").textContent = text;
     this.exitElement.setAttribute("aria-valuetext", text);
@@ -153,8 +154,8 @@ class Side {
 
   async generate(common, signal) {
     const looped = !this.loopsElement.disabled;
-    const exit = this.threshold === null ? null : `state:${this.threshold}`;
-    const settings = {model: common.model, loops: this.loops, threshold: this.threshold};
+    const rule = $("rule").value, exit = this.threshold === null ? null : `${rule}:${this.threshold}`;
+    const settings = {model: common.model, loops: this.loops, residual: rule === "state" ? this.threshold : null};
     let started = false;  // until the request is accepted, the text before it stays
     const start = () => {
       if (!started) this.clear(common.prompt, settings);
@@ -200,7 +201,7 @@ class Side {
     if (!this.tokens.length) this.start = now;
     this.latest = now;
     span.className = "token";
-    span.classList.toggle("break", token.text.includes("\n"));
+    span.classList.toggle("break", /^\s*\n\s*$/.test(token.text));
     span.classList.toggle("empty", token.text === "");
     span.classList.toggle("plain", this.loopsElement.disabled);
     span.textContent = token.text;
@@ -303,6 +304,9 @@ function setAlert(text) {
 function chooseModel() {
   const model = models.find(model => model.id === $("model").value) ?? models[0];
   if (!model) return setAlert("The server has no model.");
+  // A number of loops has a slider of its own.
+  const rules = model.parcae.exit_rules.filter(rule => rule !== "budget").sort((a, b) => (b in RULES) - (a in RULES) || b.localeCompare(a));
+  $("rule").replaceChildren(...rules.map(rule => new Option(RULES[rule] ?? rule, rule)));
   first.setModel(model.parcae, false);
   second.setModel(model.parcae, true);
 }
@@ -379,6 +383,7 @@ $("composer").addEventListener("submit", event => { event.preventDefault(); gene
 $("stop").addEventListener("click", () => controller?.abort());
 $("compare").addEventListener("change", showSides);
 $("model").addEventListener("change", chooseModel);
+$("rule").addEventListener("change", () => { for (const side of [first, second]) side.showSettings(); });
 $("temperature").addEventListener("input", showTemperature);
 $("close").addEventListener("click", closeInspector);
 document.addEventListener("keydown", event => {
