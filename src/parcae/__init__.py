@@ -9,6 +9,18 @@
     laws = parcae.fit(runs.table())                 # scaling laws of a table of runs
 
 A module is imported when one of its names is first used, so `import parcae` is cheap.
+
+Packages: model, data, runs, training, infer, evaluation, laws, sweeps, experiments, report, hub,
+commands; the docstring of each lists its modules. Modules:
+
+    config     model and loop configuration      presets    models by name
+    schema     validation of settings: types, ranges, messages
+    recipe     recipes: TOML files and flags to tables of settings
+    registry   injections, samplers and optimisers by name; a user's files
+    files      atomic writes, checksums, locks   tables     tables as Markdown, CSV, LaTeX
+    console    output, progress, numbers         plotting   style of figures
+    machine    memory, cores, signals, cache     rng        random numbers by key
+    cli        the command `parcae`, also as `python -m parcae` (__main__)
 """
 
 from __future__ import annotations

@@ -8,6 +8,14 @@ verdicts       rules that turn numbers and their spread into a verdict
 tasks          pointer chasing and modular arithmetic
 page           docs/reproduction.md
 
-Every other module is an experiment, but for `paper_runs`, which
-simulates runs from the paper's laws.
+figures        panels that several experiments draw
+paper_runs     runs simulated from the laws that the paper publishes
+
+The experiments:
+
+training       ablation_ladder, choose_mu, lr_robustness, lr_sweep, per_sequence, prelude_norm,
+               truncated_sampling
+comparisons    rdm_comparison, transformer_comparison
+scaling laws   isoflop, test_time, unified
+not in the paper   discretisation, fixed_or_sampled, reasoning
 """

@@ -1,1 +1,16 @@
-"""Decoding with a trained model: cache, layers, sampling, early exit, speculation, engine."""
+"""Decoding with a trained model.
+
+engine     scheduling: which prompts are read (chunked prefill), which sequences decode in a step
+request    what was asked for, checked           sequence   one text while it is generated
+defaults   temperature, number of new tokens
+rows       which sequence has which row of the cache; reused prefixes
+cache      keys and values by layer and loop
+decode     a pass for each purpose: prompts, next tokens, speculative drafts
+batch      the tokens of one pass, what each attends to
+network    prelude, loops, coda and head over the cache; chooses PyTorch, C++ or static shapes
+layers     weights and layers in the form used for decoding
+quantise   storage of weights: float32, bfloat16, int8
+static     steps with static shapes, for accelerators
+native     passes of a few tokens in C++, on CPUs
+exit       when a token stops looping            sampling   from logits to a token
+"""

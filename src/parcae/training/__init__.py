@@ -2,6 +2,7 @@
 
 settings            the tables of a recipe
 run                 `parcae.train`, its result, starting and resuming a run folder
+start               weights of another run or model to start from
 trainer             the training loop: steps, validation, checkpoints, logging
 learner             model, optimiser and data: one optimiser step, one validation
 optim, muon, adamw_atan2        optimisers
