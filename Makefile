@@ -26,7 +26,7 @@ $(STAMP): $(RUNS)
 	touch $(STAMP)
 
 demo: $(RUNS)  ## train a small looped model, plot loss against loops, generate text; AGAIN=1 retrains
-	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--again)
+	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--overwrite)
 	@echo "          (to use the parcae command: source $(VENV)/bin/activate)"
 
 test: $(STAMP) lint  ## lint, type check and all tests: less than 20 minutes on two cores

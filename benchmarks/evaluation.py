@@ -1,6 +1,6 @@
 """Items per second of few-shot multiple choice, compared with scoring one question at a time.
 
-    python benchmarks/evaluation.py --eval-data FOLDER [--model CHECKPOINT] [--items 16]
+    python benchmarks/evaluation.py --task-data FOLDER [--model CHECKPOINT] [--items 16]
 
 The baseline is `one_at_a_time.py`: the alternatives of an item as one padded batch, each with the
 whole few-shot prompt, full logits, one depth after the other. Both start from text, so the time
@@ -141,7 +141,7 @@ def credits(losses: list[float], depths: int, item: Item) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--eval-data", type=Path, required=True, help="folder of task files")
+    parser.add_argument("--task-data", type=Path, required=True, help="folder of task files")
     parser.add_argument("--model", type=Path, help="a checkpoint (default: random weights)")
     parser.add_argument(
         "--tasks", nargs="+", default=list(TASKS), help=f"names (default: {' '.join(TASKS)})"
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the results (default: none)")
     arguments = parser.parse_args()
     keep_freed_memory()
-    questions = open_questions(arguments.tasks, arguments.eval_data)
+    questions = open_questions(arguments.tasks, arguments.task_data)
     if arguments.model is None:
         texts = [text for task in questions for item in task.items[:500] for text in item.questions]
         model, tokenizer = random_model(texts)

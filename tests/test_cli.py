@@ -48,7 +48,7 @@ def test_show_applies_flags(capsys, tmp_path):
         (["trian", "recipe.toml"], "trian: no such command. Did you mean train?"),
         (["data", "inspct", "out"], "Did you mean inspect? See parcae data --help."),
         (["presets", "--jsno"], "--jsno: no such option. Did you mean --json?"),
-        (["eval", "run", "--suit", "core"], "--suit: no such option. Did you mean --suite?"),
+        (["eval", "run", "--suit", "core"], "--suit: no such option. Did you mean --suites?"),
         (["presets", "parcae-1m"], "parcae-1m: one argument too many"),
         (
             ["train", "recipe.toml", "--reusme=out"],
@@ -193,3 +193,22 @@ def test_the_help_of_train_lists_every_setting(capsys):
         assert any(line.startswith(f"    {entry.name} ") for line in lines), entry.name
     assert "mean_loops            8 " in printed
     assert "kv_heads              - " in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "earlier", "now"),
+    [
+        (["eval", "RUN"], ["--suite", "core"], ["--suites", "core"]),
+        (["eval", "RUN"], ["--eval-data", "D"], ["--task-data", "D"]),
+        (["eval", "RUN"], ["--context", "8"], ["--context-length", "8"]),
+        (["eval", "RUN"], ["--again"], ["--overwrite"]),
+        (["demo"], ["--again"], ["--overwrite"]),
+        (["generate", "RUN"], ["--draft", "1"], ["--draft-loops", "1"]),
+        (["train", "RECIPE"], ["--from", "RUN"], ["--start-from", "RUN"]),
+        (["fit", "TABLE"], ["--all-starts"], ["--no-halving"]),
+    ],
+)
+def test_options_have_the_names_of_python_and_their_earlier_ones(command, earlier, now):
+    parser = cli.parser()
+    none, before, after = (vars(parser.parse_args([*command, *o])) for o in ([], earlier, now))
+    assert before == after != none

@@ -124,7 +124,7 @@ def test_every_setting_has_one_line_of_help_and_a_valid_default():
         assert 5 < len(entry.help) < 125, entry.name
         assert not entry.help.endswith("."), entry.name
         unset = entry.default is None or entry.default == ()
-        optional = entry.name in ("preset", "sources", "sinks", "sample_prompts")
+        optional = entry.name in ("preset", "sources", "trackers", "sample_prompts")
         if unset and not optional and entry.table.table != "budget":
             assert "(unset: " in entry.help, entry.name
 

@@ -11,7 +11,7 @@
 A module is imported when one of its names is first used, so `import parcae` is cheap.
 
 Packages: model, data, runs, training, infer, evaluation, laws, sweeps, experiments, report, hub,
-commands; the docstring of each lists its modules. Modules:
+serving, commands; the docstring of each lists its modules. Modules:
 
     config     model and loop configuration      presets    models by name
     schema     validation of settings: types, ranges, messages

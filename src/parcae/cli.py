@@ -101,6 +101,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
 
+    def add_argument(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, *names: str, earlier: str | None = None, **options: Any
+    ) -> argparse.Action:
+        """As argparse's; `earlier` is a former name of the option, accepted but not in the help."""
+        action = super().add_argument(*names, **options)
+        if earlier is not None:
+            self._option_string_actions[earlier] = action
+        return action
+
     def add_subparsers(self, **options: Any) -> Any:
         """As argparse's; without a subcommand the help is printed."""
         self.set_defaults(run=self._show_help)
@@ -127,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            name = "/".join(action.option_strings) or str(action.metavar or action.dest)
+            name = next(iter(action.option_strings), str(action.metavar or action.dest))
             raise ConfigError(f"{name}: {error.message}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -135,7 +144,7 @@ class Parser(argparse.ArgumentParser):
             return
         known = [str(choice) for choice in action.choices]
         if action.option_strings:
-            name = "/".join(action.option_strings)
+            name = action.option_strings[0]
             raise ConfigError(f"{name}: {value!r} is not an option. {suggest(str(value), known)}")
         raise ConfigError(
             f"{value}: no such {str(action.metavar or 'argument').lower()}. "
@@ -147,7 +156,8 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             return ConfigError(f"{argument}: one argument too many. See {self.prog} --help.")
         name = argument.partition("=")[0]
-        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        options = self._option_string_actions.items()
+        known = {option.lstrip("-"): action.option_strings[-1] for option, action in options}
         near = difflib.get_close_matches(name.lstrip("-"), known, n=1)
         hint = f" Did you mean {known[near[0]]}?" if near else ""
         return ConfigError(f"{name}: no such option.{hint} See {self.prog} --help.")

@@ -9,7 +9,8 @@ A recipe is a tree of tables. `[model]` may start from a preset and change keys 
     [model.loop]
     mean_loops = 4
 
-and `--model.loop.mean_loops 6` on a command line overrides it.
+and `--model.loop.mean_loops 6` on a command line overrides it
+(`parcae.training.settings.with_flags`).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ TASKS = {"copa", "winograd", "bigbench_operators", "lambada_openai"}
 
 def evaluate(checkpoint: Path, tasks: Path, out: Path, *arguments: str) -> dict:
     code = cli.main(
-        ["eval", str(checkpoint), "--eval-data", str(tasks), "--out", str(out), *arguments]
+        ["eval", str(checkpoint), "--task-data", str(tasks), "--out", str(out), *arguments]
     )
     assert code == 0
     return json.loads((out / "result.json").read_text())
@@ -38,7 +38,14 @@ def evaluate(checkpoint: Path, tasks: Path, out: Path, *arguments: str) -> dict:
 @pytest.mark.slow
 def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tmp_path, capsys):
     result = evaluate(
-        checkpoint, task_folder, tmp_path, "--suite", "core", "lambada,wikitext", "--loops", "1,2,4"
+        checkpoint,
+        task_folder,
+        tmp_path,
+        "--suites",
+        "core",
+        "lambada,wikitext",
+        "--loops",
+        "1,2,4",
     )
     core = result["suites"]["core"]
     assert (core["tasks_scored"], core["tasks_wanted"]) == (4, 22)
@@ -66,7 +73,7 @@ def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tm
 
 
 def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder, tmp_path):
-    arguments = ("--suite", "core", "--loops", "2")
+    arguments = ("--suites", "core", "--loops", "2")
     whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
     some = evaluate(checkpoint, task_folder, tmp_path / "some", *arguments, "--limit", "5")
     assert whole["limit"] is None
@@ -85,7 +92,7 @@ def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder
 
 
 def test_the_other_baselines_are_named(checkpoint, task_folder, tmp_path):
-    arguments = ("--suite", "core-extended", "--limit", "4", "--baselines", "dclm", "--loops", "1")
+    arguments = ("--suites", "core-extended", "--limit", "4", "--baselines", "dclm", "--loops", "1")
     result = evaluate(checkpoint, task_folder, tmp_path, *arguments)
     extended = result["suites"]["core-extended"]
     assert extended["baselines"] == "dclm"
@@ -95,7 +102,7 @@ def test_the_other_baselines_are_named(checkpoint, task_folder, tmp_path):
 @pytest.mark.slow
 def test_a_resumed_evaluation_equals_an_uninterrupted_one(checkpoint, task_folder, tmp_path):
     """Half of the lines, the last one incomplete: the second start computes the rest."""
-    arguments = ("--suite", "core", "lambada", "--loops", "1,2")
+    arguments = ("--suites", "core", "lambada", "--loops", "1,2")
     whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
     shutil.copytree(tmp_path / "whole", tmp_path / "torn")
     torn = tmp_path / "torn/samples.jsonl"
@@ -110,8 +117,8 @@ def test_a_resumed_evaluation_equals_an_uninterrupted_one(checkpoint, task_folde
 @pytest.mark.slow
 def test_killed_evaluations_resume(checkpoint, task_folder, tmp_path):
     """In processes of its own each time: the number of threads decides the last bits."""
-    arguments = ["--suite", "core", "lambada", "--loops", "1,2", "--batch-tokens", "40"]
-    command = [sys.executable, "-m", "parcae", "eval", str(checkpoint), "--eval-data"]
+    arguments = ["--suites", "core", "lambada", "--loops", "1,2", "--batch-tokens", "40"]
+    command = [sys.executable, "-m", "parcae", "eval", str(checkpoint), "--task-data"]
     command += [str(task_folder), *arguments, "--out"]
 
     def start(folder: str) -> subprocess.Popen:
@@ -143,18 +150,18 @@ def test_killed_evaluations_resume(checkpoint, task_folder, tmp_path):
 
 
 def test_results_of_another_model_are_not_mixed(checkpoint, task_folder, tmp_path, capsys):
-    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    arguments += ["--suite", "lambada"]
+    arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
+    arguments += ["--suites", "lambada"]
     assert cli.main([*arguments, "--loops", "1"]) == 0
     assert cli.main([*arguments, "--loops", "1", "--state", "like-init"]) == 2
     assert "other model, state" in capsys.readouterr().err
-    assert cli.main([*arguments, "--loops", "2", "--again"]) == 0
+    assert cli.main([*arguments, "--loops", "2", "--overwrite"]) == 0
 
 
 @pytest.mark.parametrize("suite", ["lambada", "wikitext", "core"])
 def test_further_depths_are_added(suite, checkpoint, task_folder, tmp_path, monkeypatch):
     """One more depth computes that depth alone; the folder is that of one evaluation at all."""
-    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--suite", suite]
+    arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--suites", suite]
     arguments += ["--limit", "3", "--seeds", "1"]
     assert cli.main([*arguments, "--loops", "1,2,4", "--out", str(tmp_path / "whole")]) == 0
     parts, depths = [*arguments, "--out", str(tmp_path / "parts")], set()
@@ -188,14 +195,14 @@ def _rounded(tree):
 
 
 def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp_path):
-    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--suite", "lambada", "--limit", "4", "--loops", "1,2"]) == 0
-    assert cli.main([*arguments, "--suite", "core", "--limit", "4", "--loops", "3"]) == 0
+    arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--suites", "lambada", "--limit", "4", "--loops", "1,2"]) == 0
+    assert cli.main([*arguments, "--suites", "core", "--limit", "4", "--loops", "3"]) == 0
     assert json.loads((tmp_path / "result.json").read_text())["loops"] == [3]
     (at_two,) = compare_evaluations(tmp_path, tmp_path, 2).comparisons
     assert "lambada" in at_two["texts"]
     # a killed evaluation of more items and more depths is completed where something is missing
-    assert cli.main([*arguments, "--suite", "lambada", "--limit", "6", "--loops", "2,3"]) == 0
+    assert cli.main([*arguments, "--suites", "lambada", "--limit", "6", "--loops", "2,3"]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["loops"] == [2, 3]
     assert result["suites"]["lambada"]["scored"] == 6
@@ -223,7 +230,7 @@ def test_a_file_and_its_gz_are_the_same_data(tmp_path):
 
 
 def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, monkeypatch):
-    arguments = ("--suite", "core", "--loops", "1", "--limit", "4")
+    arguments = ("--suites", "core", "--loops", "1", "--limit", "4")
     plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *arguments)
     found = plain["suites"]["core"]["tasks"]["bigbench_operators"]
     assert "share_unaligned" not in found
@@ -277,23 +284,23 @@ def test_empty_and_truncated_files(content, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--suite", "cores"], "Did you mean core"),
-        (["--suite", "core"], "--eval-data"),
-        (["--suite", "core", "--eval-data", "/nowhere"], "no such folder"),
-        (["--suite", "val"], "--val-data"),
-        (["--suite", "lambada", "--loops", "1,x"], "--loops: 'x' is not a whole number"),
-        (["--suite", "val", "--loops", "0"], "loops: 0"),
-        (["--suite", "lambada", "--limit", "0"], "limit"),
-        (["--suite", "val", "--batch-tokens", "0"], "batch_tokens"),
-        (["--suite", "val", "--device", "nonsense"], "device: nonsense cannot be used"),
-        (["--suite", "val", "--device", "cuda:77"], "device: cuda:77 cannot be used"),
-        (["--suite", "val", "--context", "65"], "more than the model's 64"),
-        (["--suite", "val", "--context", "1"], "context: 1 is too few"),
+        (["--suites", "cores"], "Did you mean core"),
+        (["--suites", "core"], "--task-data"),
+        (["--suites", "core", "--task-data", "/nowhere"], "no such folder"),
+        (["--suites", "val"], "--val-data"),
+        (["--suites", "lambada", "--loops", "1,x"], "--loops: 'x' is not a whole number"),
+        (["--suites", "val", "--loops", "0"], "loops: 0"),
+        (["--suites", "lambada", "--limit", "0"], "limit"),
+        (["--suites", "val", "--batch-tokens", "0"], "batch_tokens"),
+        (["--suites", "val", "--device", "nonsense"], "device: nonsense cannot be used"),
+        (["--suites", "val", "--device", "cuda:77"], "device: cuda:77 cannot be used"),
+        (["--suites", "val", "--context-length", "65"], "more than the model's 64"),
+        (["--suites", "val", "--context-length", "1"], "context: 1 is too few"),
     ],
 )
 def test_errors_in_arguments(arguments, message, checkpoint, task_folder, tmp_path, capsys):
     if "lambada" in arguments:
-        arguments = [*arguments, "--eval-data", str(task_folder)]
+        arguments = [*arguments, "--task-data", str(task_folder)]
     assert cli.main(["eval", str(checkpoint), "--out", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -64,8 +64,8 @@ def test_a_diverged_model_is_reported_with_its_loops(checkpoint, task_folder, tm
         model.embed.weight.fill_(torch.nan)
     save(model, tmp_path / "model")
     (tmp_path / "model/tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
-    arguments = ["eval", str(tmp_path / "model"), "--suite", "lambada", "--loops", "2,3"]
-    assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 2
+    arguments = ["eval", str(tmp_path / "model"), "--suites", "lambada", "--loops", "2,3"]
+    assert cli.main([*arguments, "--task-data", str(task_folder), "--out", str(tmp_path)]) == 2
     assert "at 2 loops, logits: not a number" in capsys.readouterr().err
 
 
@@ -73,8 +73,8 @@ def test_divergence_at_one_depth_keeps_the_others(
     checkpoint, task_folder, tmp_path, monkeypatch, capsys
 ):
     def evaluate(loops: str, out: Path) -> dict:
-        arguments = ["eval", str(checkpoint), "--suite", "core,zero-shot,lambada", "--limit", "3"]
-        arguments += ["--eval-data", str(task_folder), "--loops", loops, "--out", str(out)]
+        arguments = ["eval", str(checkpoint), "--suites", "core,zero-shot,lambada", "--limit", "3"]
+        arguments += ["--task-data", str(task_folder), "--loops", loops, "--out", str(out)]
         assert cli.main(arguments) == 0
         return json.loads((out / "result.json").read_text())["suites"]
 
@@ -109,10 +109,10 @@ def test_a_target_with_probability_zero_is_an_error():
 
 
 def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
-    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    assert cli.main([*arguments, "--suite", ","]) == 2
-    assert "--suite: ',' is an empty list" in capsys.readouterr().err
-    twice = ["--suite", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
+    arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
+    assert cli.main([*arguments, "--suites", ","]) == 2
+    assert "--suites: ',' is an empty list" in capsys.readouterr().err
+    twice = ["--suites", "core", "--loops", "1", "--limit", "2", "--seeds", "7,7"]
     assert cli.main([*arguments, *twice]) == 0
     core = json.loads((tmp_path / "result.json").read_text())["suites"]["core"]
     assert core["seeds"] == [7]
@@ -120,12 +120,12 @@ def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
 
 
 def test_again_drops_earlier_results(checkpoint, task_folder, tmp_path, monkeypatch):
-    arguments = ["eval", str(checkpoint), "--eval-data", str(task_folder), "--out", str(tmp_path)]
-    arguments += ["--suite", "lambada", "--loops", "1,2"]
+    arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
+    arguments += ["--suites", "lambada", "--loops", "1,2"]
     assert cli.main(arguments) == 0
     assert (tmp_path / "scores.png").exists()
     monkeypatch.setattr(LoopedScorer, "score", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert cli.main([*arguments, "--again"]) == 130
+    assert cli.main([*arguments, "--overwrite"]) == 130
     assert not (tmp_path / "result.json").exists()
     assert not (tmp_path / "scores.png").exists()
 
@@ -179,8 +179,8 @@ def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatc
 def test_settings_without_samples_can_change(checkpoint, task_folder, tmp_path):
     """A folder with settings but without samples can be used at other numbers of loops."""
     Samples(tmp_path, {"loops": [1, 2, 4]})
-    arguments = ["eval", str(checkpoint), "--suite", "lambada", "--limit", "2", "--loops", "1,2"]
-    assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(tmp_path)]) == 0
+    arguments = ["eval", str(checkpoint), "--suites", "lambada", "--limit", "2", "--loops", "1,2"]
+    assert cli.main([*arguments, "--task-data", str(task_folder), "--out", str(tmp_path)]) == 0
 
 
 def test_a_narrow_terminal_has_fewer_published_scores(monkeypatch):

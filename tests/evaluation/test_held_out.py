@@ -32,7 +32,7 @@ def run(tmp_path_factory):
 
 
 def held_out(run, out, *words) -> dict:
-    assert cli.main(["eval", str(run), "--suite", "val", "--out", str(out), *words]) == 0
+    assert cli.main(["eval", str(run), "--suites", "val", "--out", str(out), *words]) == 0
     return json.loads((out / "result.json").read_text())["suites"]["val"]
 
 

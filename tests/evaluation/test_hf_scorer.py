@@ -69,7 +69,15 @@ def test_batches_equal_each_sequence_alone(folder: Path):
 @pytest.mark.slow
 def test_a_transformers_model_is_evaluated(folder: Path, task_folder: Path, tmp_path: Path):
     assert is_transformers_model(folder)
-    arguments = ["eval", str(folder), "--suite", "core", "lambada", "--eval-data", str(task_folder)]
+    arguments = [
+        "eval",
+        str(folder),
+        "--suites",
+        "core",
+        "lambada",
+        "--task-data",
+        str(task_folder),
+    ]
     assert cli.main([*arguments, "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert not result["looped"]
@@ -136,7 +144,7 @@ def test_a_context_for_a_model_that_states_none(folder: Path):
         config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
     )
     scorer.tokenizer.model_max_length = 10**30
-    with pytest.raises(ValueError, match="--context"):
+    with pytest.raises(ValueError, match="--context-length"):
         HFScorer(silent, scorer.tokenizer)
     assert HFScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
     assert open_scorer(folder, context=24).context_length == 24

@@ -216,9 +216,9 @@ def test_the_command_agrees_with_the_results(
 ):
     results = []
     for name, model, loops in (("a", checkpoint, "1,2,4"), ("b", other_checkpoint, "4,1")):
-        arguments = ["eval", str(model), "--suite", "core,lambada,wikitext", "--loops", loops]
+        arguments = ["eval", str(model), "--suites", "core,lambada,wikitext", "--loops", loops]
         out = tmp_path / name / "evaluation"
-        assert cli.main([*arguments, "--eval-data", str(task_folder), "--out", str(out)]) == 0
+        assert cli.main([*arguments, "--task-data", str(task_folder), "--out", str(out)]) == 0
         results.append(json.loads((out / "result.json").read_text())["suites"])
     capsys.readouterr()
     arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b/evaluation")]
@@ -280,8 +280,8 @@ def test_scores_have_the_error_of_their_items(tmp_path):
 
 def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys):
     for name, arguments in (("a", ["lambada,wikitext"]), ("b", ["lambada", "--limit", "4"])):
-        out = ["--out", str(tmp_path / name), "--eval-data", str(task_folder), "--loops", "1"]
-        assert cli.main(["eval", str(checkpoint), *out, "--suite", *arguments]) == 0
+        out = ["--out", str(tmp_path / name), "--task-data", str(task_folder), "--loops", "1"]
+        assert cli.main(["eval", str(checkpoint), *out, "--suites", *arguments]) == 0
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     shown = capsys.readouterr().out

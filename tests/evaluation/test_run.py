@@ -19,13 +19,13 @@ OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}
 def result(small_model, small_tokenizer, task_folder):
     suites = ("core", "lambada", "wikitext")
     return parcae.evaluate(
-        small_model, suites, tokenizer=small_tokenizer, data=task_folder, **OPTIONS
+        small_model, suites, tokenizer=small_tokenizer, task_data=task_folder, **OPTIONS
     )
 
 
 def test_a_model_in_memory_scores_like_its_folder(result, checkpoint, task_folder, tmp_path):
     suites = ["core", "lambada", "wikitext"]
-    saved = parcae.evaluate(checkpoint, suites, data=task_folder, out=tmp_path, **OPTIONS)
+    saved = parcae.evaluate(checkpoint, suites, task_data=task_folder, out=tmp_path, **OPTIONS)
     assert saved.suites == result.suites
     assert (result.folder, result.files()) == (None, [])
     names = ["result.json", "samples.jsonl", "scores.png"]
@@ -38,7 +38,7 @@ def test_a_model_in_memory_scores_like_its_folder(result, checkpoint, task_folde
 def test_nothing_is_written_without_out(result, tmp_path, monkeypatch, checkpoint, task_folder):
     before = sorted(checkpoint.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    parcae.evaluate(checkpoint, "lambada", data=task_folder, limit=2)
+    parcae.evaluate(checkpoint, "lambada", task_data=task_folder, limit=2)
     assert sorted(checkpoint.rglob("*")) == before
     assert not list(tmp_path.iterdir())
 
@@ -94,7 +94,7 @@ def test_progress_is_reported(small_model, small_tokenizer, task_folder):
     [
         ({"suites": "cores"}, "Did you mean core"),
         ({"suites": ()}, ", ".join(SUITES)),
-        ({"suites": "core"}, "--eval-data"),
+        ({"suites": "core"}, "--task-data"),
         ({"val_data": "a.txt", "tokenizer": None}, "tokenizer: a model in memory needs one"),
         ({"best": True}, "a model in memory has no checkpoints"),
         ({"limit": 0}, "limit: 0. It must be >= 1"),
@@ -113,7 +113,7 @@ def test_the_figure_states_the_number_of_items(small_model, small_tokenizer, tas
         small_model,
         ("core", "lambada"),
         loops=(1, 2),
-        data=task_folder,
+        task_data=task_folder,
         limit=2,
         seeds=[1],
         tokenizer=small_tokenizer,

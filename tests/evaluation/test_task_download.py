@@ -198,7 +198,7 @@ def test_the_command(server, tasks, tmp_path, capsys, monkeypatch):
     message = capsys.readouterr()
     assert "core: 3 files downloaded and verified, 58.7 KiB." in message.out
     assert "Not downloaded: squad (no known checksum" in message.out
-    assert f"--suite core --eval-data {tmp_path}" in message.out
+    assert f"--suites core --task-data {tmp_path}" in message.out
     assert f"{tasks[0].file}: 19.6 KiB" in message.err
     assert here(tmp_path) == server.files
 

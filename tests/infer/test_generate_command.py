@@ -64,7 +64,7 @@ def as_json(capsys, *words):
         (["--temperature", "0", "--loops", "7"], {"temperature": 0, "loops": 7}),
         (["--seed", "5", "--top-k", "9"], {"seed": 5, "top_k": 9}),
         (["--top-p", "0.7", "--min-p", "0.01"], {"top_p": 0.7, "min_p": 0.01}),
-        (["--repetition-penalty", "1.4", "--draft", "2"], {"repetition_penalty": 1.4}),
+        (["--repetition-penalty", "1.4", "--draft-loops", "2"], {"repetition_penalty": 1.4}),
     ],
 )
 def test_the_text_is_that_of_the_plain_sampler(capsys, model, folder, flags, options):
@@ -102,7 +102,7 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
     early = as_json(capsys, *words, "--exit", "budget:2")
     assert early["loops"] == [6] + [2] * 19  # the first comes from the prompt, read in full
     assert early["mean_loops"] == pytest.approx(44 / 20)
-    drafted = as_json(capsys, *words, "--draft", "5")
+    drafted = as_json(capsys, *words, "--draft-loops", "5")
     assert 0 < drafted["accepted"] <= drafted["drafted"]
     shared = as_json(capsys, *words, "--cache", "shared")
     assert shared["cache_bytes_per_token"] == (2 + 2) * 2 * 48 * 4
@@ -182,9 +182,9 @@ def one_line_error(capsys, *words):
         (["--exit", "kl"], "'kl' is not NAME:THRESHOLD"),
         (["--exit", "warmth:1"], "'warmth' is not a known exit rule. Known: state, kl, budget."),
         (["--cache", "some"], "not a policy"),
-        (["--draft", "4"], "4 loops cannot draft for 4"),
-        (["--draft", "2", "--exit", "kl:1"], "speculation needs a fixed depth"),
-        (["--draft", "2", "--cache", "shared"], "draft_loops: a cache that shares slots"),
+        (["--draft-loops", "4"], "4 loops cannot draft for 4"),
+        (["--draft-loops", "2", "--exit", "kl:1"], "speculation needs a fixed depth"),
+        (["--draft-loops", "2", "--cache", "shared"], "draft_loops: a cache that shares slots"),
         (["--tokenizer", "/nowhere.json"], "no such tokenizer"),
         (["--lops", "3"], "--lops: no such option"),
         (["another"], "another: a second prompt"),
@@ -204,7 +204,7 @@ def test_mistakes_of_folders_and_prompts(capsys, monkeypatch, folder, model, tmp
     assert "not UTF-8" in one_line_error(capsys, folder, f"@{tmp_path / 'latin.txt'}")
     assert "context holds 64" in one_line_error(capsys, folder, PROMPT * 40)
     save(model, tmp_path / "bare")
-    assert "Give one by --tokenizer" in one_line_error(capsys, tmp_path / "bare", PROMPT)
+    assert "Give one with --tokenizer" in one_line_error(capsys, tmp_path / "bare", PROMPT)
     save(randomised(tiny(vocab_size=100)), tmp_path / "small")
     TOKENIZER.save(tmp_path / "small" / "tokenizer.json")
     assert "the model in" in one_line_error(capsys, tmp_path / "small", PROMPT)

@@ -106,13 +106,13 @@ def test_an_optimum_at_the_end_of_the_search_has_the_loss_there(model):
 
 
 def test_the_loops_worth_using(model):
-    answer = predict.loops_worth(model, 8, 29.6e9, 1e-3)
+    answer = predict.saturation_loops(model, 8, 29.6e9, 1e-3)
     floor = TRAINING.predict(
         {n: model.laws["unified"].values[n] for n in "EXxYy"}, model.shape.points(8, 29.6e9)
     )[0]
     there = predict.loss_at(model, 8, 29.6e9, answer.estimate.value).estimate.value
     assert there / floor - 1 == pytest.approx(1e-3, rel=1e-3)
-    assert predict.loops_worth(model, 8, 29.6e9, 0.9).estimate.value == 1
+    assert predict.saturation_loops(model, 8, 29.6e9, 0.9).estimate.value == 1
 
 
 def test_the_cost_of_a_loss_is_the_inverse_of_the_frontier(model):
@@ -149,7 +149,7 @@ def test_less_than_one_loop_is_refused(model, loops):
     for ask in (
         lambda: predict.loss_at(model, loops, 1e10),
         lambda: predict.loss_at(model, 8, 1e10, loops),
-        lambda: predict.loops_worth(model, loops, 1e10, 0.01),
+        lambda: predict.saturation_loops(model, loops, 1e10, 0.01),
     ):
         with pytest.raises(ConfigError, match="must be >= 1"):
             ask()
@@ -200,7 +200,7 @@ def test_the_library_answers_from_a_result_a_file_or_a_folder(result, path):
     assert answers[0].recommendation == predict.recommend(model, 64e18)
     assert answers[0].flops == predict.flops_needed(model, 2.7)
     assert answers[0].loss == predict.loss_at(model, 8, 29.6e9, 4)
-    assert answers[0].worth == predict.loops_worth(model, 8, 29.6e9, 1e-3)
+    assert answers[0].saturation_loops == predict.saturation_loops(model, 8, 29.6e9, 1e-3)
     assert answers[1] == answers[2]
     assert answers[1].loss.estimate.value == answers[0].loss.estimate.value
     rows = {row["quantity"]: row for row in answers[0].table()}
@@ -231,3 +231,11 @@ def test_a_result_has_a_row_for_every_parameter(result):
 def test_settings_are_checked_by_the_library(settings, message):
     with pytest.raises(ConfigError, match=message):
         parcae.fit([], **settings)
+
+
+def test_a_fit_without_any_law_says_why(model):
+    reason = "m: all runs have the same tokens."
+    models = {"m": replace(model, laws={}, not_fitted={"training": reason})}
+    with pytest.raises(ConfigError) as error:
+        predict.choose_model(models, None)
+    assert str(error.value) == f"fit: it has no law of any model. {reason}"

@@ -18,8 +18,8 @@ def dry_run(*arguments: str) -> str:
 
 
 def test_again_retrains_the_demo():
-    assert "parcae demo --out out/demo --again" in dry_run("demo", "AGAIN=1")
-    assert "--again" not in dry_run("demo")
+    assert "parcae demo --out out/demo --overwrite" in dry_run("demo", "AGAIN=1")
+    assert "--overwrite" not in dry_run("demo")
 
 
 def test_a_message_precedes_the_installation(tmp_path):

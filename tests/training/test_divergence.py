@@ -293,3 +293,13 @@ def test_the_guard_comes_back_from_a_checkpoint():
     assert again.state() == guard.state()
     assert again.bad_steps_in_a_row == 7
     assert [guard.is_spike(9.0), guard.spikes] == [again.is_spike(9.0), again.spikes]
+
+
+def test_counts_of_earlier_checkpoints_are_read():
+    guard = Guard(20)
+    earlier = {"bad": 3, "skipped": 4, "spikes": 1, "seen": 90, "mean": 2.5, "variance": 0.25}
+    guard.restore(earlier)
+    assert list(guard.state().values()) == list(earlier.values())
+    again = Guard(20)
+    again.restore(guard.state())
+    assert again == guard

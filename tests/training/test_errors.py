@@ -73,7 +73,10 @@ WRONG = [
     ),
     ({"schedule": {"cooldown_fraction": 2.0}}, "schedule.cooldown_fraction: 2.0 is out of range"),
     ({"run": {"validation_loops": [0]}}, "run.validation_loops: 0 is out of range"),
-    ({"run": {"sinks": ["wandbee"]}}, "run.sinks: 'wandbee' is not an option. Did you mean wandb?"),
+    (
+        {"run": {"trackers": ["wandbee"]}},
+        "run.trackers: 'wandbee' is not an option. Did you mean wandb?",
+    ),
     ({"run": {"seed": 1 << 63}}, "run.seed: 9223372036854775808 is out of range"),
     ({"run": {"device": "tpu"}}, "run.device: 'tpu' is not an option"),
     ({"model": {"heads": 5}}, "model.heads: 5 heads do not divide width 32"),

@@ -12,7 +12,7 @@ import pytest
 from parcae import cli
 from parcae.config import ConfigError
 from parcae.recipe import write_toml
-from parcae.training.log import Log, finite, flat, keep_until, open_sinks
+from parcae.training.log import Log, finite, flat, keep_until, open_trackers
 from parcae.training.run import train
 from parcae.training.settings import located, plain_recipe
 from training import runs
@@ -125,8 +125,8 @@ def trackers(monkeypatch):
 
 @pytest.mark.slow
 def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
-    sinks = ["tensorboard", "wandb", "trackio"]
-    recipe = runs.recipe(text, budget={"steps": 6}, run={"sinks": sinks})
+    trackers = ["tensorboard", "wandb", "trackio"]
+    recipe = runs.recipe(text, budget={"steps": 6}, run={"trackers": trackers})
     train(recipe, tmp_path / "mine")
     (board,) = Writer.made
     assert board.folder == str(tmp_path / "mine" / "tensorboard")
@@ -149,7 +149,7 @@ def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
 
 
 def test_a_tracked_run_that_is_resumed_is_the_same_run(trackers, text, tmp_path):
-    recipe = runs.recipe(text, budget={"steps": 3}, run={"sinks": ["wandb"]})
+    recipe = runs.recipe(text, budget={"steps": 3}, run={"trackers": ["wandb"]})
     train(recipe, tmp_path / "mine")
     train(recipe, tmp_path / "mine", resume=True)
     first, second = trackers["wandb"].started
@@ -160,7 +160,7 @@ def test_a_tracked_run_that_is_resumed_is_the_same_run(trackers, text, tmp_path)
 @pytest.mark.slow
 def test_another_run_of_the_same_name_is_another_run(trackers, text, tmp_path):
     """Else a run that was deleted and begun anew would be appended to the old one."""
-    recipe = runs.recipe(text, budget={"steps": 2}, run={"sinks": ["wandb"]})
+    recipe = runs.recipe(text, budget={"steps": 2}, run={"trackers": ["wandb"]})
     train(recipe, tmp_path / "a" / "mine")
     train(recipe, tmp_path / "b" / "mine")
     first, second = trackers["wandb"].started
@@ -173,22 +173,22 @@ def test_another_run_of_the_same_name_is_another_run(trackers, text, tmp_path):
 def test_a_tracker_that_is_not_installed(name, text, tmp_path, monkeypatch, capsys):
     module = "torch.utils.tensorboard" if name == "tensorboard" else name
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"run.sinks: {name} is not installed"):
-        open_sinks([name], tmp_path, {})
+    with pytest.raises(ConfigError, match=rf"run.trackers: {name} is not installed"):
+        open_trackers([name], tmp_path, {})
     path, run = tmp_path / "recipe.toml", tmp_path / "run"
-    path.write_text(write_toml(plain_recipe(runs.recipe(text, run={"sinks": [name]}))))
+    path.write_text(write_toml(plain_recipe(runs.recipe(text, run={"trackers": [name]}))))
     assert cli.main(["train", str(path), "--out", str(run)]) == 2
     error = capsys.readouterr().err
     assert "pip install 'parcae[track]'" in error
     assert error.count("\n") == 1
-    words = ["train", str(path), "--out", str(run), "--run.sinks", "[]", "--budget.steps", "2"]
+    words = ["train", str(path), "--out", str(run), "--run.trackers", "[]", "--budget.steps", "2"]
     assert cli.main(words) == 0, "nothing had begun, so the folder is free"
 
 
 def test_sinks_that_were_opened_are_closed_when_another_is_missing(trackers, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError):
-        open_sinks(["wandb", "trackio"], tmp_path, {})
+        open_trackers(["wandb", "trackio"], tmp_path, {})
     assert trackers["wandb"].ended == 1
 
 
@@ -197,6 +197,6 @@ def test_a_tracker_that_fails_does_not_end_the_run(trackers, text, tmp_path, mon
         raise ConnectionError("no network")
 
     monkeypatch.setattr(Writer, "add_scalar", fail)
-    recipe = runs.recipe(text, budget={"steps": 2}, run={"sinks": ["tensorboard"]})
+    recipe = runs.recipe(text, budget={"steps": 2}, run={"trackers": ["tensorboard"]})
     with pytest.warns(UserWarning, match="no network"):
         assert train(recipe, tmp_path / "run").status == "finished"

@@ -131,7 +131,7 @@ def test_a_model_folder_and_another_loop(base, tables, tmp_path):
 def test_a_recipe_that_contradicts_the_weights(base, tables, table, message, tmp_path, capsys):
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(write_toml(tables | {"model": table}))
-    assert cli.main(["train", str(recipe), "--from", str(base), "--out", str(run)]) == 2
+    assert cli.main(["train", str(recipe), "--start-from", str(base), "--out", str(run)]) == 2
     error = capsys.readouterr().err
     assert message.format(base / "checkpoints" / "step-00000003") in error
     assert error.count("\n") == 1
@@ -167,7 +167,7 @@ def test_weights_that_changed_are_refused(base, tables, tmp_path, capsys):
         parcae.train(tables | start, tmp_path / "run")
     with pytest.raises(FileError, match=r"no such folder\. Give a run, a checkpoint, or a model"):
         parcae.train(tables, tmp_path / "run", start_from=tmp_path / "none")
-    with pytest.raises(ConfigError, match="Give one of start_from and resume"):
+    with pytest.raises(ConfigError, match="Pass either start_from or resume"):
         parcae.train(base, resume=True, start_from=base)
-    assert cli.main(["train", "--resume", str(base), "--from", str(base)]) == 2
-    assert "--from: a resumed run continues from its own weights" in capsys.readouterr().err
+    assert cli.main(["train", "--resume", str(base), "--start-from", str(base)]) == 2
+    assert "--start-from: a resumed run continues from its own weights" in capsys.readouterr().err

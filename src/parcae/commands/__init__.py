@@ -3,7 +3,7 @@
 models         presets, show, export, import_model
 data           data, tokenizer
 training       demo, plan, train, report, sweep
-inference      generate, depth
+inference      generate, depth, serve
 evaluation     eval, compare, lm_eval
 scaling laws   fit, predict, reproduce
 

@@ -361,7 +361,7 @@ def _download_tasks(arguments: argparse.Namespace) -> int:
     lines += [
         f"Not downloaded: {', '.join(names)} ({why})." for why, names in tasks.omitted.items()
     ]
-    lines.append(f"Next: parcae eval CHECKPOINT --suite {suite} --eval-data {out}")
+    lines.append(f"Next: parcae eval CHECKPOINT --suites {suite} --task-data {out}")
     for line in lines:
         console.print_text(line)
     return 0

@@ -29,7 +29,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="folder of the run, its report and figure (default: out/demo)",
     )
     parser.add_argument(
-        "--again",
+        "--overwrite",
+        earlier="--again",
         action="store_true",
         help="delete an existing run and train again (default: continue it, or show it)",
     )
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         "This trains a small one on the source of Python's standard library, then lets it predict\n"
         "and write with 1, 2, 4 and 8 loops: the same weights, more computation.\n"
     )
-    result = _train(recipe, folder, arguments.again)
+    result = _train(recipe, folder, arguments.overwrite)
     if result.status != "finished":
         return 0 if result.status == "interrupted" else 1
     from parcae.report.page import write_report

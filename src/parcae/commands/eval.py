@@ -30,7 +30,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "or by its name on the hub",
     )
     parser.add_argument(
-        "--suite",
+        "--suites",
+        earlier="--suite",
         type=parse_list,
         nargs="+",
         default=[["val"]],
@@ -44,7 +45,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="numbers of loops to score at (default: the mean in training)",
     )
     parser.add_argument(
-        "--eval-data",
+        "--task-data",
+        earlier="--eval-data",
         type=Path,
         metavar="FOLDER",
         help="folder of task files, needed by all suites but val (default: none)",
@@ -57,7 +59,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--separator",
         metavar="LINE",
-        help="line that separates the documents of a text file given by --val-data, such as "
+        help="line that separates the documents of a text file given with --val-data, such as "
         "'<|endoftext|>'; it is dropped (default: none, one document)",
     )
     parser.add_argument(
@@ -85,7 +87,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--baselines",
         choices=("nanochat", "dclm"),
         default="nanochat",
-        help="table of the accuracies of guessing, for centred accuracy (default: nanochat, as in "
+        help="table of chance accuracies, for centred accuracy (default: nanochat, as in "
         "the reference release)",
     )
     parser.add_argument(
@@ -101,7 +103,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="tokens scored at a time (default: 1024 on a CPU, 32768 on other devices)",
     )
     parser.add_argument(
-        "--context",
+        "--context-length",
+        earlier="--context",
         type=int,
         metavar="N",
         help="tokens the model reads at a time (default: its context length)",
@@ -129,7 +132,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="folder for the results (default: CHECKPOINT/evaluation)",
     )
     parser.add_argument(
-        "--again",
+        "--overwrite",
+        earlier="--again",
         action="store_true",
         help="drop earlier results in the folder (default: resume from them)",
     )
@@ -140,7 +144,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    suites = [name for names in arguments.suite for name in names]
+    suites = [name for names in arguments.suites for name in names]
 
     from parcae import console
     from parcae.evaluation.run import default_folder, evaluate
@@ -152,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
             suites,
             loops=arguments.loops,
             out=arguments.out or default_folder(arguments.checkpoint),
-            data=arguments.eval_data,
+            task_data=arguments.task_data,
             val_data=arguments.val_data,
             separator=arguments.separator,
             document_start=arguments.document_start,
@@ -164,10 +168,10 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer=arguments.tokenizer,
             best=arguments.best,
             batch_tokens=arguments.batch_tokens,
-            context=arguments.context,
+            context_length=arguments.context_length,
             device=arguments.device,
             trust_remote_code=arguments.trust_remote_code,
-            overwrite=arguments.again,
+            overwrite=arguments.overwrite,
             progress=report,
         )
     if arguments.loops is not None and not result.looped:
@@ -178,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parcae.evaluation.tables import notes, published_scores, tables
 
-    for table in tables(result, published_scores(arguments.eval_data, arguments.baselines)):
+    for table in tables(result, published_scores(arguments.task_data, arguments.baselines)):
         console.out.print(table)
     lines = notes(result) + [f"wrote {path}" for path in result.files()]
     for line in lines:

@@ -57,7 +57,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="seed of starts and bootstrap samples (default: %(default)s)",
     )
     parser.add_argument(
-        "--all-starts",
+        "--no-halving",
+        earlier="--all-starts",
         action="store_true",
         help="follow every start to convergence instead of dropping the worse ones early; slower "
         "(default: off)",
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             table,
             starts=arguments.starts,
             bootstrap_samples=arguments.bootstrap_samples,
-            halving=not arguments.all_starts,
+            halving=not arguments.no_halving,
             seed=arguments.seed,
             progress=progress,
         )

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from parcae.config import ConfigError
+
 if TYPE_CHECKING:
     from parcae.laws.bootstrap import Estimate
     from parcae.laws.predict import Prediction
@@ -13,11 +15,11 @@ if TYPE_CHECKING:
 QUESTIONS = ("model", "flops", "loss", "loops", "tokens", "test_loops", "tolerance")
 EXAMPLES = """
 examples:
-  parcae predict --fit fit.json --flops 1e19                   loops and tokens for a budget
-  parcae predict --fit fit.json --loops 8 --tokens 11e9        the loss of a run
+  parcae predict fit.json --flops 1e19                         loops and tokens for a budget
+  parcae predict fit.json --loops 8 --tokens 11e9              the loss of a run
   ... --test-loops 4                                           measured with 4 loops
   ... --tolerance 0.001                                        loops needed at test time
-  parcae predict --fit fit.json --loss 2.9                     the FLOPs that reach a loss
+  parcae predict fit.json --loss 2.9                           the FLOPs that reach a loss
 
 From Python: parcae.predict.
 """
@@ -31,13 +33,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--fit",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="fit.json of `parcae fit`, or its folder (required)",
-    )
+    add("fit", type=Path, nargs="?", metavar="FIT", help="fit.json of `parcae fit`, or its folder")
+    add("--fit", dest="fit_option", type=Path, help=argparse.SUPPRESS)  # its earlier form
     add("--model", help="name of the model (default: the only one with laws)")
     add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: none)")
     add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: none)")
@@ -75,8 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     import parcae
 
+    fit = arguments.fit or arguments.fit_option
+    if fit is None:
+        raise ConfigError("FIT: missing. Give fit.json of `parcae fit`, or its folder.")
     questions = {name: getattr(arguments, name) for name in QUESTIONS}
-    prediction = parcae.predict(arguments.fit, **questions)
+    prediction = parcae.predict(fit, **questions)
     if arguments.json:
         print(json.dumps(prediction.to_dict(), indent=2, allow_nan=False))
     else:
@@ -114,7 +114,7 @@ def _print(prediction: Prediction, arguments: argparse.Namespace) -> None:
         if arguments.test_loops is not None:
             run += f", T = {arguments.test_loops:g}"
         rows.append((run, *_cells(loss.estimate, ".4f")))
-    if worth := prediction.worth:
+    if worth := prediction.saturation_loops:
         share = f"{100 * arguments.tolerance:g} %"
         text = f"test-time loops for a loss within {share} of its limit"
         rows.append((text, *_cells(worth.estimate, ".3g")))

@@ -30,7 +30,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="continue the run in this folder from its newest checkpoint (default: a new run)",
     )
     parser.add_argument(
-        "--from",
+        "--start-from",
+        earlier="--from",
         dest="start_from",
         metavar="CHECKPOINT",
         help="start from the weights of a run, checkpoint or model folder, with a new optimiser, "
@@ -59,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         message = "a resumed run stays in its folder"
         require(arguments.out is None, "--out", message, "Omit --out.")
         message = "a resumed run continues from its own weights"
-        require(arguments.start_from is None, "--from", message, "Omit --from or --resume.")
+        require(
+            arguments.start_from is None, "--start-from", message, "Omit --start-from or --resume."
+        )
         result = train(read_recipe(resumed, overrides), resumed, resume=True)
     elif source is not None:
         if arguments.start_from is not None:

@@ -6,7 +6,7 @@
 
 A document passes these modules, in this order:
 
-    sources        find and open files; which documents are held out
+    sources        find, open and hash files; which documents are held out
     readers        files of every format to documents
     preparation    documents to shards, resumable
     tokenizer      text to ids

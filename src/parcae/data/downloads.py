@@ -3,6 +3,8 @@
     download("fineweb-edu-10bt", "data/fineweb-edu-10bt")
     fetch(url, RemoteFile("copa.jsonl", 12_345, sha256), Path("data/copa.jsonl"))
 
+Files go to the given folder; there is no shared cache.
+
 `huggingface_hub` lists the files (`HfApi`) and transfers them (`http_get`, which resumes after a
 lost connection). `hf_hub_download` is not used because, as of version 2.4, it restarts a file from
 the beginning after an interrupted process and compares sizes only. Hence three things are done

@@ -3,6 +3,8 @@
     for document in read_documents(files, ReadOptions(text_field="content")):
         document.text
 
+The suffixes of each format are in `sources.FORMATS`.
+
 A text file holds one document, or one from each line that matches `document_start`, or those that
 lines equal to `separator` separate; JSON lines and Parquet hold one per record. Files are streamed,
 so memory does not grow with their size. The order is fixed, and a `ReadPosition` says where to

@@ -81,7 +81,7 @@ class HFScorer:
             from transformers.models.auto.tokenization_auto import AutoTokenizer
         except ImportError:
             raise ConfigError(
-                f"{name}: transformers is not installed. Install it by pip install 'parcae[hf]'."
+                f"{name}: transformers is not installed. Run: pip install 'parcae[hf]'"
             ) from None
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -92,7 +92,7 @@ class HFScorer:
             if not trust_remote_code and "trust_remote_code" in str(error):
                 raise ConfigError(
                     f"{name}: the model comes with Python code of its own, which is not run. "
-                    "Read the code, then allow it by --trust-remote-code."
+                    "Read the code, then allow it with --trust-remote-code."
                 ) from None
             reason = str(error).strip().split("\n")[0]
             raise FileError(

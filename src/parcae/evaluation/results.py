@@ -132,7 +132,7 @@ class Samples:
         settings = dict(settings)
         if folder is None or self.path is None:
             return
-        remedy = "Choose another folder by --out, or drop its results by --again."
+        remedy = "Choose another folder with --out, or drop its results with --overwrite."
         if overwrite:
             with writing(self.path):
                 self.path.unlink(missing_ok=True)

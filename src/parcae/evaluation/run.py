@@ -64,7 +64,7 @@ def evaluate(
     *,
     loops: int | Sequence[int] | None = None,
     out: str | Path | None = None,
-    data: str | Path | None = None,
+    task_data: str | Path | None = None,
     val_data: str | Path | None = None,
     separator: str | None = None,
     document_start: str | None = None,
@@ -76,7 +76,7 @@ def evaluate(
     tokenizer: str | Path | Tokenizer | None = None,
     best: bool = False,
     batch_tokens: int | None = None,
-    context: int | None = None,
+    context_length: int | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
@@ -108,7 +108,7 @@ def evaluate(
         tokenizer: Path of a tokenizer. Default: the one in the folder of the model or run.
         best: Evaluate the checkpoint of a run with the lowest validation loss, not the newest.
         batch_tokens: Tokens scored at a time. Default: chosen for the device.
-        context: Tokens the model reads at a time. Default: its context length.
+        context_length: Tokens the model reads at a time. Default: its context length.
         device: Where the model runs. Default: cpu, or where a model in memory is.
         trust_remote_code: Run the Python code that comes with a transformers model. Default: such a
             model is refused.
@@ -130,10 +130,10 @@ def evaluate(
             value is None or val_data is not None,
             name,
             f"{value!r}, but there is no file of texts",
-            "Give it with --val-data; the rows of a run are separated already.",
+            "Give it with val_data; the rows of a run are separated already.",
         )
     options = SuiteOptions(
-        data=None if data is None else Path(data),
+        data=None if task_data is None else Path(task_data),
         val_data=val_data,
         read_options=ReadOptions(
             separator=separator,
@@ -153,7 +153,7 @@ def evaluate(
         tokenizer=tokenizer,
         best=best,
         batch_tokens=batch_tokens,
-        context=context,
+        context=context_length,
         device=device,
         trust_remote_code=trust_remote_code,
     )

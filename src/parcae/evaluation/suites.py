@@ -185,11 +185,13 @@ def check_data(names: Sequence[str], folder: Path | None) -> None:
         return
     if folder is None:
         raise ConfigError(
-            f"eval-data: {', '.join(reading)} need task files. Give their folder by --eval-data; "
+            f"task-data: {', '.join(reading)} need task files. Give their folder with --task-data; "
             "`parcae data download core --out FOLDER` creates one."
         )
     if not folder.is_dir():
-        raise FileError(f"{folder}: no such folder. Give the folder of task files by --eval-data.")
+        raise FileError(
+            f"{folder}: no such folder. Give the folder of task files with --task-data."
+        )
 
 
 def files_of(suite: str) -> TaskFiles:

@@ -48,7 +48,7 @@ FORMAT = 1
 """Part of the key of a run; raised when the same recipe begins to train something else."""
 NOT_LEARNED = {
     "data": {"prefetch", "verify"},
-    "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "sinks"},
+    "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "trackers"},
 }
 """Settings that change neither what is learned nor what is measured: not part of the key."""
 ARTICLES = 6

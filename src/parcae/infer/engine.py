@@ -73,7 +73,7 @@ class Engine:
 
         `layers`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
         "torch" uses PyTorch only; "static" is PyTorch as accelerators like it: steps of fixed
-        shapes with sampling on the device, and a look at the tokens after every eighth. "auto" is
+        shapes with sampling on the device, and tokens are read back every 8 steps. "auto" is
         "static" on an accelerator; on a CPU it uses the faster of C++ and PyTorch, measured when a
         size of pass is first met, and remembered.
 

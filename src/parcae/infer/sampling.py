@@ -9,6 +9,7 @@ A token is drawn as argmin_i noise_i / p_i with exponential noise, the exponenti
 Gumbel-max trick. The noise is keyed by (seed, position), so two predictions that are close nearly
 always choose the same token, which is why drafts are accepted when sampling.
 
+Every filter exists twice:
 `pick` chooses one token on the CPU, in float64. `sample_rows` chooses those of many rows where
 their logits are, without waiting for the device: the same filters in float32, all rows at once, and
 noise of a hash, which a device can compute for any (seed, position) by itself.

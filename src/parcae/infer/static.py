@@ -27,7 +27,7 @@ from parcae.infer.sampling import RowSampling, non_finite_logits, sample_rows
 from parcae.infer.sequence import RunningSequence
 
 STEPS_PER_CHECK = 8
-"""Steps between two looks of the host at the tokens."""
+"""The host reads tokens back every so many steps."""
 POSITIONS = 128
 """Positions are rounded up to a multiple of this."""
 RECOMPILE_LIMIT = 64

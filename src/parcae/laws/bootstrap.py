@@ -23,14 +23,14 @@ from parcae.laws.model_runs import Points
 from parcae.laws.optimise import BOOTSTRAP, LawFit, Objective, Search, StartCounts, fit_law
 from parcae.laws.table import FitError
 
-LEVEL = 0.9
+CONFIDENCE = 0.9
 TRAINING_PARAMETERS = 5
 """Parameters determined by differences between runs; the test-time term is fitted within runs."""
-WIDE = 10.0
+WIDE_INTERVAL = 10.0
 """A floor or rate whose interval spans a larger factor is not identified."""
 NEGLIGIBLE = 1e-4
 """The parameters of a term whose share of the loss is nowhere larger are not identified."""
-FLAT = 1e12
+ILL_CONDITIONED = 1e12
 """Condition number of the standardised Hessian above which the optimum is flat in float64."""
 FEW_CONVERGED = 0.9
 
@@ -145,7 +145,7 @@ def sample_errors(fit: LawFit, samples: int, rng: np.random.Generator) -> np.nda
     return errors
 
 
-def expansion(freedom: int, level: float = LEVEL) -> float:
+def expansion(freedom: int, level: float = CONFIDENCE) -> float:
     """Student's quantile over the normal quantile, by the Cornish-Fisher expansion.
 
     It widens percentile intervals for a spread that is known from few degrees of freedom.
@@ -156,7 +156,7 @@ def expansion(freedom: int, level: float = LEVEL) -> float:
     return (z + first + second) / z
 
 
-def interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
+def interval(values: np.ndarray, level: float = CONFIDENCE) -> tuple[float, float]:
     """Lower and upper quantile; infinite values (a loss never reached) are allowed."""
     tail = (1 - level) / 2
     low, high = np.quantile(values, [tail, 1 - tail], method="nearest")
@@ -244,7 +244,7 @@ def warnings(fit: LawFit, samples: BootstrapSamples | None) -> list[str]:
             if parameter in amplitudes or parameter in (*fit.frozen, *fit.law.exponents):
                 continue
             low, high = interval(samples.values[parameter])
-            if high > WIDE * low:
+            if high > WIDE_INTERVAL * low:
                 messages.append(
                     f"{name}: {parameter} is not identified: its interval is {low:.3g} to "
                     f"{high:.3g}. Trust predictions within the grid, not the parameter."
@@ -254,7 +254,7 @@ def warnings(fit: LawFit, samples: BootstrapSamples | None) -> list[str]:
                 f"{name}: only {samples.converged:.0%} of the bootstrap samples converged; its "
                 "intervals are approximate."
             )
-    if (number := condition(fit)) > FLAT:
+    if (number := condition(fit)) > ILL_CONDITIONED:
         messages.append(
             f"{name}: the optimum is flat (condition number {number:.1g}): the points do not "
             "determine all parameters."

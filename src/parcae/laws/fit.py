@@ -24,7 +24,7 @@ from parcae.config import ConfigError, require
 from parcae.files import FileError, read_sealed, write_sealed, write_text
 from parcae.laws import DEFAULT_BOOTSTRAP_SAMPLES, DEFAULT_STARTS, forms, isoflop, loop_curves
 from parcae.laws.bootstrap import (
-    LEVEL,
+    CONFIDENCE,
     BootstrapSamples,
     LawResult,
     Quality,
@@ -304,7 +304,7 @@ def _tree(result: FitResult) -> dict[str, Any]:
     return {
         "data": {"source": data.source, "sha256": data.sha256, "rows": len(data)},
         "effort": result.settings,
-        "level": LEVEL,
+        "level": CONFIDENCE,
         "models": {name: _model_tree(model) for name, model in result.models.items()},
         "gap_shares": result.gap_shares,
     }

@@ -248,9 +248,9 @@ def _relative_loops(at: Points) -> np.ndarray:
 COLUMN: Mapping[Feature, str] = {_log_params: "effective_params", _log_tokens: "tokens"}
 """The table column of a feature; test_loops for all others."""
 
-_FLOOR = (Decay("X", "x", _log_params, True), Decay("Y", "y", _log_tokens, True))
+_TRAINING_TERMS = (Decay("X", "x", _log_params, True), Decay("Y", "y", _log_tokens, True))
 
-TRAINING = Law("training", "E + X N(μ)^-x + Y D^-y", "E", _FLOOR)
+TRAINING = Law("training", "E + X N(μ)^-x + Y D^-y", "E", _TRAINING_TERMS)
 CHINCHILLA = Law(
     "chinchilla",
     "E + A N^-α + B D^-β",
@@ -271,7 +271,7 @@ TEST_TIME = (EXPONENTIAL, SHIFTED_POWER, POWER, PURE_POWER)
 
 
 def _unified(name: str, decay: str, last: Decay) -> Law:
-    return Law(name, f"{TRAINING.formula} + {decay}", "E", (*_FLOOR, last))
+    return Law(name, f"{TRAINING.formula} + {decay}", "E", (*_TRAINING_TERMS, last))
 
 
 UNIFIED = _unified("unified", "Z exp(-z T / μ)", Decay("Z", "z", _relative_loops, is_centred=False))

@@ -17,7 +17,7 @@ from parcae.laws.forms import TRAINING
 from parcae.laws.model_runs import ModelRuns, Shape
 from parcae.laws.table import FitError
 
-MIN_DEPTHS = 4
+MIN_PARABOLA_POINTS = 4
 """Depths per parabola: three points would determine its three parameters exactly."""
 
 
@@ -82,12 +82,13 @@ class PowerLaw:
 
 
 def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> list[Parabola]:
-    """One parabola per budget with at least `MIN_DEPTHS` different values of `where` (mu or D)."""
+    """One parabola per budget with `MIN_PARABOLA_POINTS` or more different values of `where`, mu
+    or D."""
     parabolas = []
     for value in np.unique(budget):
         rows = budget == value
         logs = np.log(where[rows])
-        if len(np.unique(logs)) < MIN_DEPTHS:
+        if len(np.unique(logs)) < MIN_PARABOLA_POINTS:
             continue
         centre = float(logs.mean())
         quadratic, linear, constant = np.polyfit(logs - centre, loss[rows], 2)
@@ -103,9 +104,9 @@ def fit_parabolas(where: np.ndarray, loss: np.ndarray, budget: np.ndarray) -> li
     if not parabolas:
         most = max((len(np.unique(where[budget == v])) for v in np.unique(budget)), default=0)
         raise FitError(
-            f"no budget has looped runs at {MIN_DEPTHS} or more depths; the most is "
-            f"{most}. mean_loops = 1 is fixed depth, a baseline, and does not count. Train more "
-            "values of mean_loops above 1 at the same FLOPs."
+            f"no budget has looped runs at {MIN_PARABOLA_POINTS} or more depths; "
+            f"the most is {most}. mean_loops = 1 is fixed depth, a baseline, and does not count. "
+            "Train more values of mean_loops above 1 at the same FLOPs."
         )
     return parabolas
 

@@ -28,7 +28,7 @@ FORMS_SETS = ("curve", "grid", "end-to-end")
 RECOVERY_SETS = ("grid", "curve", "end-to-end")
 """The first of these sets with curves is used: the paper compares forms on runs of fixed data, and
 measures the recovery of L_inf on the isoFLOP grid."""
-FLAT = 1e-6
+FLAT_CURVE = 1e-6
 """Relative range of losses below which a curve does not determine a form."""
 
 
@@ -138,13 +138,13 @@ def recovery(fits: Sequence[CurveFit]) -> Recovery | None:
     return Recovery(float(np.mean(shares)), float(np.max(shares)), len(shares))
 
 
-def usable(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
+def usable_curves(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
     """The curves that can be fitted, and warnings about the others and about rising ones."""
     kept, messages, rising = [], [], []
     for curve in curves:
         tokens = format_count(curve.tokens[0])
         name = f"the curve of mean_loops {curve.mean_loops[0]:g}, {tokens} tokens"
-        if np.ptp(curve.loss) < FLAT * curve.loss.mean():
+        if np.ptp(curve.loss) < FLAT_CURVE * curve.loss.mean():
             messages.append(f"test-time: {name} does not change with T and is not used.")
             continue
         if curve.loss[-1] > curve.loss[0]:
@@ -199,10 +199,11 @@ def analyse_curves(runs: ModelRuns) -> tuple[TestTimeFits, list[str]]:
     if not any(curves.values()):
         raise FitError(
             f"{runs.model}: no run was measured at {MIN_POINTS} or more test_loops, "
-            "which a curve of three parameters needs. Measure at more."
+            "which a curve of three parameters needs. Measure runs at "
+            f"{MIN_POINTS} or more numbers of test loops."
         )
-    _, messages = usable([curve for listed in curves.values() for curve in listed])
-    kept = {name: usable(listed)[0] for name, listed in curves.items()}
+    _, messages = usable_curves([curve for listed in curves.values() for curve in listed])
+    kept = {name: usable_curves(listed)[0] for name, listed in curves.items()}
     kept = {name: listed for name, listed in kept.items() if listed}
     if not kept:
         raise FitError(f"{runs.model}: no curve changes with T. Check how losses were measured.")

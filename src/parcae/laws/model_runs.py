@@ -29,7 +29,7 @@ SAME_LOSS = 1e-9
 SAME_COST = 0.01
 """Largest relative error of FLOPs per token by the rule ceil(mu / 2) for a table that follows it:
 tables may be rounded to two or three digits."""
-MIN_DEPTHS_OF_GRID = 3
+MIN_GRID_LOOPS = 3
 NOT_SETTINGS = {*COLUMNS, *RUN_KEYS, *SCORES, "role", "set", "budget", "eval_limit"}
 """Columns that are measured, or only distinguish runs."""
 
@@ -356,7 +356,7 @@ def _has_depths(
     full = [
         value
         for value in np.unique(groups)
-        if len(np.unique(loops[rows & (loops > 1) & (groups == value)])) >= MIN_DEPTHS_OF_GRID
+        if len(np.unique(loops[rows & (loops > 1) & (groups == value)])) >= MIN_GRID_LOOPS
     ]
     return rows & np.isin(groups, full)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from parcae.config import ConfigError, require
 from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate, interval
-from parcae.laws.fit import FitResult, ModelLaws, read_fit, to_plain
+from parcae.laws.fit import REMEDY, FitResult, ModelLaws, read_fit, to_plain
 from parcae.laws.forms import TRAINING
 from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
 from parcae.laws.model_runs import MAX_LOOPS
@@ -70,13 +70,13 @@ class Prediction:
     """For `loss`: the training FLOPs that reach it."""
     loss: Answer | None = None
     """For `loops` and `tokens` (and `test_loops`): the loss of that run."""
-    worth: Answer | None = None
+    saturation_loops: Answer | None = None
     """For `tolerance`: the T at which the loss is within this share of its limit."""
 
     @property
     def notes(self) -> list[str]:
         """The notes of all answers, without repeats."""
-        answers = (self.recommendation, self.flops, self.loss, self.worth)
+        answers = (self.recommendation, self.flops, self.loss, self.saturation_loops)
         notes = [note for answer in answers if answer is not None for note in answer.notes]
         return list(dict.fromkeys(notes))
 
@@ -88,7 +88,11 @@ class Prediction:
             if best.by_parabolas:
                 estimates["loops by power law"] = best.by_parabolas.loops
                 estimates["tokens by power law"] = best.by_parabolas.tokens
-        names = {"flops needed": self.flops, "loss of the run": self.loss, "test loops": self.worth}
+        names = {
+            "flops needed": self.flops,
+            "loss of the run": self.loss,
+            "test loops": self.saturation_loops,
+        }
         estimates |= {name: answer.estimate for name, answer in names.items() if answer}
         return [
             {"model": self.model, "quantity": name, **to_plain(value)}
@@ -134,7 +138,9 @@ def predict(
         recommendation=None if flops is None else recommend(laws, flops),
         flops=None if loss is None else flops_needed(laws, loss),
         loss=None if run is None else loss_at(laws, *run, test_loops),
-        worth=None if run is None or tolerance is None else loops_worth(laws, *run, tolerance),
+        saturation_loops=None
+        if run is None or tolerance is None
+        else saturation_loops(laws, *run, tolerance),
     )
 
 
@@ -145,8 +151,11 @@ def choose_model(models: Mapping[str, ModelLaws], name: str | None) -> ModelLaws
             raise ConfigError(f"model: no {name!r} in the fit. {suggest(name, list(models))}")
         return models[name]
     with_laws = [model for model in models.values() if model.laws]
-    if len(with_laws) != 1:
-        listed = ", ".join(model.model for model in with_laws) or "none"
+    if not with_laws:
+        reasons = dict.fromkeys(r for model in models.values() for r in model.not_fitted.values())
+        raise ConfigError(f"fit: it has no law of any model. {' '.join(reasons) or REMEDY}")
+    if len(with_laws) > 1:
+        listed = ", ".join(model.model for model in with_laws)
         raise ConfigError(f"model: the fit has laws for several models: {listed}. Name one.")
     return with_laws[0]
 
@@ -207,7 +216,7 @@ def loss_at(
     return Answer(estimate(result, loss), _extrapolations(model, **asked))
 
 
-def loops_worth(model: ModelLaws, loops: float, tokens: float, tolerance: float) -> Answer:
+def saturation_loops(model: ModelLaws, loops: float, tokens: float, tolerance: float) -> Answer:
     """The T at which the loss is within a share `tolerance` of its limit for large T."""
     _check_positive("tolerance", tolerance)
     _check_loops("loops", loops)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parcae.console import format_count, format_flops, format_items
-from parcae.laws.bootstrap import LEVEL, Estimate, LawResult
+from parcae.laws.bootstrap import CONFIDENCE, Estimate, LawResult
 from parcae.laws.fit import FitResult, ModelFit
 from parcae.tables import MISSING, escape_markdown, markdown_table
 
@@ -63,7 +63,7 @@ def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
     """The text of summary.md, with links to the figures."""
     data, samples = result.data, result.settings.bootstrap_samples
     checksum = f" (sha256 {data.sha256[:12]}…)" if data.sha256 else ""
-    intervals = f" Intervals are {100 * LEVEL:.0f} % intervals of {samples} bootstrap samples."
+    intervals = f" Intervals are {100 * CONFIDENCE:.0f} % intervals of {samples} bootstrap samples."
     parts = [
         "# Scaling laws\n",
         f"{format_items(len(data), 'loss', 'losses')} from "

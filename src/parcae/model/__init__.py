@@ -3,7 +3,7 @@
 base             `LanguageModel`, the base class: embedding, head, loss
 looped           prelude, loop, coda
 transformer      the baseline without a loop
-blocks           attention, MLP, norms
+blocks           attention, rotary embedding, MLP, norms
 injection        how e enters each loop
 depth            samplers of the number of loops
 init_weights     initial values of all weights

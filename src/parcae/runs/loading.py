@@ -67,7 +67,7 @@ def open_checkpoint(
         entries <= vocabulary,
         "tokenizer",
         f"{entries:,} entries, but the model in {folder} has a vocabulary of {vocabulary:,}",
-        "Give the tokenizer it was trained with, by --tokenizer.",
+        "Give the tokenizer it was trained with, using --tokenizer.",
     )
     return Checkpoint(model, encoder, folder)
 
@@ -78,4 +78,4 @@ def find_tokenizer(folder: str | Path) -> Path:
     for candidate in filter(None, (folder, run_of(folder))):
         if any((candidate / name).exists() for name in TOKENIZER_FILES):
             return candidate
-    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one by --tokenizer.")
+    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with --tokenizer.")

@@ -5,6 +5,7 @@ app         create_app, the library call: routes from HTTP to the scheduler
 protocol    requests in OpenAI's format and their limits; errors
 responses   generated tokens in OpenAI's format: responses, chunks of a stream, logprobs
 models      models by name, with their chat templates
+generation  the texts of a request, from the scheduler to the event loop
 scheduler   the thread that owns an engine: fair queue, admission, retries, time limits
 security    API keys, host and origin, size of bodies, headers
 metrics     counters in Prometheus' text format

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.progress import TextColumn
 
 from parcae import console
-from parcae.laws.isoflop import MIN_DEPTHS
+from parcae.laws.isoflop import MIN_PARABOLA_POINTS
 from parcae.runs import last_step, read_status
 from parcae.sweeps.estimate import Estimate
 from parcae.sweeps.folder import RunState
@@ -141,14 +141,14 @@ def print_plan(
         for run in runs
     ]
     title = f"{console.format_items(len(runs), 'run')} in {folder}"
-    console.out.print(console.table(title, (*columns, "FLOPs", "ETA", "state"), rows))
+    console.out.print(console.table(title, (*columns, "FLOPs", "Duration", "state"), rows))
     flops = console.format_flops(sum(run.flops for run in to_do))
     text = f"To do: {console.format_items(len(to_do), 'run')}, {flops} FLOPs"
     seconds = estimate.wall_seconds(to_do, workers)
     if seconds is not None and to_do:
         order = f"{workers} at a time" if workers > 1 else "one after another"
         text += f", about {console.format_duration(seconds)}, {order}"
-    console.print_text(f"{text} (ETA: {estimate.method}).")
+    console.print_text(f"{text} (durations: {estimate.method}).")
 
 
 def note_on_test_loops(planned: Sequence[PlannedRun], runs: Sequence[PlannedRun]) -> str | None:
@@ -188,11 +188,12 @@ def note_on_depths(runs: Sequence[PlannedRun]) -> str | None:
         if run.budget and run.mean_loops > 1:
             depths.setdefault((run.model, run.budget), set()).add(run.mean_loops)
     most = max(map(len, depths.values()), default=0)
-    if not 1 < most < MIN_DEPTHS:
+    if not 1 < most < MIN_PARABOLA_POINTS:
         return None
     return (
-        f"No budget has runs at {MIN_DEPTHS} or more mean loops above 1, which the parabolas of "
-        f"`parcae fit` need; the most is {most}. 1 is fixed depth, a baseline, and does not count."
+        f"No budget has runs at {MIN_PARABOLA_POINTS} or more mean loops above 1, which the "
+        f"parabolas of `parcae fit` need; the most is {most}. 1 is fixed depth, a baseline, and "
+        "does not count."
     )
 
 

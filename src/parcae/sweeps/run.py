@@ -339,7 +339,9 @@ def _plan(
         raise ConfigError(f"budget.{kind}: {given} already set the length of runs. Omit one.")
     if isinstance(recipe, Mapping):
         if out is None:
-            raise ConfigError("out: a recipe without a file needs a folder. Give out.")
+            raise ConfigError(
+                "out: a recipe without a file needs a folder. Pass `out`, the folder of the sweep."
+            )
         return SweepFolder(Path(out)), plan_sweep(with_flags(recipe, overrides), grid)
     planned = from_file(recipe, dict(overrides), lambda *both: plan_sweep(with_flags(*both), grid))
     return SweepFolder(Path(out or Path("runs") / f"{recipe.stem}-sweep")), planned

@@ -51,7 +51,7 @@ class AdamWAtan2(Optimizer):
         moments = [self._update_moments(p, *group["betas"]) for p in parameters]
         squares = torch.stack(
             [
-                _surprise(local_part(p.grad), v_hat)
+                _clipping_ratio(local_part(p.grad), v_hat)
                 for p, (_, v_hat) in zip(parameters, moments, strict=True)
                 if p.grad is not None
             ]
@@ -86,6 +86,6 @@ def new_moments(p: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _surprise(gradient: Tensor, v_hat: Tensor) -> Tensor:
+def _clipping_ratio(gradient: Tensor, v_hat: Tensor) -> Tensor:
     """The sum of g^2 / v_hat, where 0 / 0 is 0."""
     return torch.where(v_hat > 0, gradient.square() / v_hat, 0.0).sum()

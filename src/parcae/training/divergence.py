@@ -8,12 +8,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 SPIKE_DEVIATIONS = 6.0
-SPIKE_COUNTS_AS = 3.0
+SPIKE_CLIP_DEVIATIONS = 3.0
 """Standard deviations by which a spike changes the running mean."""
-SMOOTHING = 0.98
+LOSS_EMA_DECAY = 0.98
 STEPS_BEFORE_SPIKES = 50
 """Before that the loss falls too fast for a running mean to describe it."""
-EXPLODED = 100.0
+STATE_GROWTH_LIMIT = 100.0
+"""Growth of the state's norm since the start of a run that is named as the cause."""
+EARLIER_NAMES = {
+    "consecutive_bad_steps": "bad",
+    "steps_seen": "seen",
+    "loss_mean": "mean",
+    "loss_variance": "variance",
+}
+"""In checkpoints of earlier versions."""
 
 
 @dataclass
@@ -21,12 +29,12 @@ class Guard:
     """Counts over a run, as plain numbers that a checkpoint stores."""
 
     bad_steps_in_a_row: int
-    bad: int = 0
+    consecutive_bad_steps: int = 0
     skipped: int = 0
     spikes: int = 0
-    seen: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
+    steps_seen: int = 0
+    loss_mean: float = 0.0
+    loss_variance: float = 0.0
 
     def state(self) -> dict[str, Any]:
         state = asdict(self)
@@ -35,21 +43,21 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name in self.state():
-            setattr(self, name, state[name])
+            setattr(self, name, state[name if name in state else EARLIER_NAMES[name]])
 
     def accepts(self, loss: float, gradient_norm: float) -> bool:
         """Whether the step may be taken."""
         if math.isfinite(loss) and math.isfinite(gradient_norm):
-            self.bad = 0
+            self.consecutive_bad_steps = 0
             return True
-        self.bad += 1
+        self.consecutive_bad_steps += 1
         self.skipped += 1
         return False
 
     @property
     def has_diverged(self) -> bool:
         """Too many steps in a row without a finite loss or gradient."""
-        return self.bad >= self.bad_steps_in_a_row
+        return self.consecutive_bad_steps >= self.bad_steps_in_a_row
 
     def is_spike(self, loss: float) -> bool:
         """Whether an accepted loss is far above its running mean.
@@ -57,15 +65,15 @@ class Guard:
         A spike enters the running mean clipped, so that it hardly hides the next one, while a loss
         that stays high becomes the new mean.
         """
-        deviation = loss - self.mean
-        scale = max(math.sqrt(self.variance), 1e-3 * abs(self.mean))
-        spike = self.seen >= STEPS_BEFORE_SPIKES and deviation > SPIKE_DEVIATIONS * scale
-        weight = max(1 - SMOOTHING, 1 / (self.seen + 1))
+        deviation = loss - self.loss_mean
+        scale = max(math.sqrt(self.loss_variance), 1e-3 * abs(self.loss_mean))
+        spike = self.steps_seen >= STEPS_BEFORE_SPIKES and deviation > SPIKE_DEVIATIONS * scale
+        weight = max(1 - LOSS_EMA_DECAY, 1 / (self.steps_seen + 1))
         if spike:
-            deviation = SPIKE_COUNTS_AS * scale
-        self.mean += weight * deviation
-        self.variance = (1 - weight) * (self.variance + weight * deviation**2)
-        self.seen += 1
+            deviation = SPIKE_CLIP_DEVIATIONS * scale
+        self.loss_mean += weight * deviation
+        self.loss_variance = (1 - weight) * (self.loss_variance + weight * deviation**2)
+        self.steps_seen += 1
         self.spikes += spike
         return spike
 
@@ -92,7 +100,7 @@ def diagnose(
         )
     # Without earlier telemetry, the state after the first loop is the reference.
     start = (now["state_norms"][0] if before is None else before["state_norm"]) or 0.0
-    if norm > EXPLODED * max(start, 1e-9):
+    if norm > STATE_GROWTH_LIMIT * max(start, 1e-9):
         return (
             f"The state norm grew from {start:.3g} to {norm:.3g} although the linear part does not "
             f"expand (spectral radius {radius:.3f}): the injected input has grown. "

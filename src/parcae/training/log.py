@@ -27,7 +27,7 @@ from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
 
-class Sink(Protocol):
+class Tracker(Protocol):
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
     def close(self) -> None: ...
 
@@ -35,9 +35,9 @@ class Sink(Protocol):
 class Log:
     """Appends to metrics.jsonl and to the trackers; only the first process has one."""
 
-    def __init__(self, folder: Path, step: int = 0, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, folder: Path, step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         self.path = folder / METRICS_FILE
-        self.sinks = list(sinks)
+        self.trackers = list(trackers)
         if self.path.exists():
             keep_until(self.path, step)
         try:
@@ -55,19 +55,19 @@ class Log:
                 "continue with --resume: the last checkpoint is complete."
             ) from None
         numbers = dict(flat(values, kind))
-        for sink in list(self.sinks):
+        for tracker in list(self.trackers):
             try:
-                sink.log(numbers, step)
+                tracker.log(numbers, step)
             except Exception as error:  # a tracker that fails must not end the run
-                self.sinks.remove(sink)
+                self.trackers.remove(tracker)
                 warnings.warn(
-                    f"{type(sink).__name__} failed and is no longer used: {error}", stacklevel=2
+                    f"{type(tracker).__name__} failed and is no longer used: {error}", stacklevel=2
                 )
 
     def close(self) -> None:
         self._stream.close()
-        for sink in self.sinks:
-            sink.close()
+        for tracker in self.trackers:
+            tracker.close()
 
 
 def keep_until(path: Path, step: int) -> None:
@@ -161,24 +161,24 @@ class Trackio:
         self._tracker.finish()
 
 
-SINKS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
-def open_sinks(
+def open_trackers(
     names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int = 0
-) -> list[Sink]:
+) -> list[Tracker]:
     """The trackers by name; what was logged after `step` is dropped where the tracker can do so."""
-    sinks: list[Sink] = []
+    trackers: list[Tracker] = []
     for name in names:
         try:
-            sinks.append(SINKS[name](folder, folder.resolve().name, config, step))
+            trackers.append(TRACKERS[name](folder, folder.resolve().name, config, step))
         except ImportError as error:
-            for sink in sinks:
-                sink.close()
+            for tracker in trackers:
+                tracker.close()
             raise ConfigError(
-                f"run.sinks: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
+                f"run.trackers: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
             ) from None
-    return sinks
+    return trackers
 
 
 class TimeLeft(ProgressColumn):

@@ -3,7 +3,8 @@
     attention q, k, v, out; MLP fc, proj                                         Muon
     embeddings, value tables and their gates, head, norms, injection, readout    AdamW
 
-Any other kind is one optimiser for all of them; `parcae.register_optimiser` adds some. A SwiGLU's
+Any other kind is one optimiser for all of them; `parcae.register_optimiser` adds some;
+the built-in names are in `registry.OPTIMISERS`. A SwiGLU's
 `fc` holds two matrices, [gate; up]; as in the authors' release it is one to Muon.
 """
 

@@ -56,7 +56,7 @@ FREE_TO_CHANGE = {
         "sample_prompts",
         "sample_tokens",
         "bad_steps_in_a_row",
-        "sinks",
+        "trackers",
     },
 }
 """Settings that do not change what is learned, and may differ when a run is resumed. Rows to
@@ -148,7 +148,7 @@ def train(
     """
     if start_from is not None:
         message = "a resumed run continues from its own weights"
-        require(not resume, "start_from", message, "Give one of start_from and resume.")
+        require(not resume, "start_from", message, "Pass either start_from or resume.")
         overrides = merge(overrides, {"start": {"checkpoint": str(start_from)}})
     if resume and out is None:
         if not isinstance(recipe, str | Path):
@@ -258,7 +258,7 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
         values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
         raise ConfigError(
             f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. Keep it, or "
-            f"start a new run from these weights with --from {run}."
+            f"start a new run from these weights with --start-from {run}."
         )
 
 

@@ -234,10 +234,14 @@ class RunConfig(Settings, table="run"):
     )
     sample_tokens: int = setting(64, "tokens of such a continuation", at_least=1)
     bad_steps_in_a_row: int = setting(
-        20, "steps without a finite loss and gradient after which the run gives up", at_least=1
+        20,
+        "steps without a finite loss and gradient after which the run stops as diverged",
+        at_least=1,
     )
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
-        (), "loggers beside metrics.jsonl: tensorboard, wandb, trackio"
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
+        (),
+        "experiment trackers beside metrics.jsonl: tensorboard, wandb, trackio",
+        was="sinks",
     )
 
 
@@ -280,7 +284,7 @@ class Recipe(Settings):
         require(
             self.schedule.cooldown_steps is None or self.budget.clock_minutes is None,
             "schedule.cooldown_steps",
-            "a run that the clock may end does not know its steps",
+            "cannot be used with a time limit: the number of steps is unknown",
             "Use cooldown_fraction.",
         )
 
@@ -326,8 +330,9 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
 
 
 def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags over a recipe. A budget on the command line replaces the recipe's, whatever its kind:
-    there is only one. A limit alone is laid over it. So do other weights to start from."""
+    """A recipe with the settings of a command line. A budget there replaces the recipe's, whatever
+    its kind, since a run has one; a time limit alone is added to it. Other weights to start from
+    replace the recipe's likewise."""
     replacing = {"budget": KINDS_OF_BUDGET, "start": ("checkpoint",)}
     replaced = {
         name: table

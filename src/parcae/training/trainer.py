@@ -26,7 +26,7 @@ from parcae.training.data_use import use_of_loader
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Display, Log, finite, open_sinks
+from parcae.training.log import Display, Log, finite, open_trackers
 from parcae.training.memory_estimate import choose_micro_batch
 from parcae.training.plan import UTILISATION, peak_flops, step_seconds
 from parcae.training.run import TrainResult, read_recipe, resume_run, start_run
@@ -38,7 +38,10 @@ AVERAGED_STEPS = 20
 """The training loss of a run is the mean over its last steps, as many as this."""
 SLOW_STEP_SECONDS = 5.0
 """A first step that is expected to take longer is announced."""
-STOPPING = "Stopping: this step is finished and saved. A second signal ends the run at once."
+STOPPING = (
+    "Stopping after this step; a checkpoint will be saved. A second signal ends the run "
+    "immediately."
+)
 
 
 def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
@@ -154,8 +157,8 @@ class Trainer:
         if self.workers.is_first:
             try:
                 settings, step = plain_recipe(self.recipe), self.learner.step
-                sinks = open_sinks(self.recipe.run.sinks, self.out, settings, step)
-                self.log = Log(self.out, step, sinks)
+                trackers = open_trackers(self.recipe.run.trackers, self.out, settings, step)
+                self.log = Log(self.out, step, trackers)
             except (ConfigError, FileError) as error:
                 failure = error
         self.workers.raise_together(failure)
@@ -259,7 +262,7 @@ class Trainer:
             norm = measured.gradient_norm
             self._event("skipped", f"loss {measured.loss}, gradient norm {norm}: step not taken")
         elif spike:
-            mean = self.learner.guard.mean
+            mean = self.learner.guard.loss_mean
             self._event("spike", f"loss {measured.loss:.3f}, running mean {mean:.3f}")
 
     def _write(self, kind: str, **values: Any) -> None:
@@ -373,8 +376,8 @@ class Trainer:
         warmup = recipe.schedule.warmup_steps
         if learner.total is not None and warmup > learner.total:
             self.display.print(
-                f"schedule.warmup_steps: {warmup:,} steps are more than the run has, so the "
-                "learning rates are never reached."
+                f"schedule.warmup_steps: {warmup:,} steps are more than the run has: the "
+                "warm-up never finishes."
             )
         if not learner.can_validate:
             self.display.print(
