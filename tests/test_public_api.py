@@ -6,6 +6,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -48,3 +49,9 @@ def test_importing_the_package_imports_nothing_heavy():
         "assert not {'torch', 'numpy', 'matplotlib'} & set(sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_the_version_and_the_data_package_need_no_import_of_their_own():
+    script = "import parcae; print(parcae.__version__, parcae.data.prepare.__name__)"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+    assert printed.split() == [version("parcae"), "prepare"]

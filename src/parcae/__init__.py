@@ -32,6 +32,7 @@ from parcae.hub import register_when_imported
 
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
+    "evaluation.results": ("EvaluationResult",),
     "evaluation.run": ("evaluate",),
     "experiments.reproduce": ("reproduce",),
     "files": ("FileError",),
@@ -39,10 +40,12 @@ _PUBLIC = {
     "hub.import_model": ("import_model",),
     "infer.engine": ("Engine", "generate"),
     "infer.exit": ("register_exit_rule",),
+    "infer.sequence": ("Completion",),
     "infer.loop_trace": ("trace_loops",),
-    "laws.fit": ("fit",),
-    "laws.predict": ("predict",),
+    "laws.fit": ("FitResult", "fit"),
+    "laws.predict": ("Prediction", "predict"),
     "model": ("create",),
+    "model.base": ("LanguageModel",),
     "model.depth": ("Depths",),
     "model.injection": ("Injection",),
     "model.store": ("save",),
@@ -55,13 +58,14 @@ _PUBLIC = {
     ),
     "report.comparison": ("compare",),
     "report.page": ("write_report",),
-    "runs": ("load", "open_checkpoint"),
+    "runs": ("Checkpoint", "load", "open_checkpoint"),
     "serving.app": ("create_app",),
     "serving.server": ("serve",),
-    "sweeps.run": ("sweep",),
+    "sweeps.run": ("SweepResult", "sweep"),
     "tables": ("format_table",),
     "training.plan": ("plan",),
     "training.run": ("TrainResult", "train"),
+    "training.settings": ("Recipe",),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
 imports below repeat it for type checkers; a test compares the two."""
@@ -71,6 +75,7 @@ if TYPE_CHECKING:
     from parcae.config import Curriculum as Curriculum
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
+    from parcae.evaluation.results import EvaluationResult as EvaluationResult
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.experiments.reproduce import reproduce as reproduce
     from parcae.files import FileError as FileError
@@ -80,9 +85,13 @@ if TYPE_CHECKING:
     from parcae.infer.engine import generate as generate
     from parcae.infer.exit import register_exit_rule as register_exit_rule
     from parcae.infer.loop_trace import trace_loops as trace_loops
+    from parcae.infer.sequence import Completion as Completion
+    from parcae.laws.fit import FitResult as FitResult
     from parcae.laws.fit import fit as fit
+    from parcae.laws.predict import Prediction as Prediction
     from parcae.laws.predict import predict as predict
     from parcae.model import create as create
+    from parcae.model.base import LanguageModel as LanguageModel
     from parcae.model.depth import Depths as Depths
     from parcae.model.injection import Injection as Injection
     from parcae.model.store import save as save
@@ -94,15 +103,18 @@ if TYPE_CHECKING:
     from parcae.registry import register_sampler as register_sampler
     from parcae.report.comparison import compare as compare
     from parcae.report.page import write_report as write_report
+    from parcae.runs import Checkpoint as Checkpoint
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.serving.app import create_app as create_app
     from parcae.serving.server import serve as serve
+    from parcae.sweeps.run import SweepResult as SweepResult
     from parcae.sweeps.run import sweep as sweep
     from parcae.tables import format_table as format_table
     from parcae.training.plan import plan as plan
     from parcae.training.run import TrainResult as TrainResult
     from parcae.training.run import train as train
+    from parcae.training.settings import Recipe as Recipe
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
@@ -112,6 +124,12 @@ __all__ = sorted(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name in _MODULE_OF:
         return getattr(importlib.import_module(f"parcae.{_MODULE_OF[name]}"), name)
+    if name == "data":  # its names are lazy too
+        return importlib.import_module("parcae.data")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("parcae")
     raise AttributeError(f"module 'parcae' has no attribute {name!r}")
 
 

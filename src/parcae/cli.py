@@ -30,28 +30,15 @@ from parcae.machine import SpinLimiter
 from parcae.registry import import_file, import_from_environment
 from parcae.schema import suggest
 
-COMMANDS = (
-    "presets",
-    "show",
-    "demo",
-    "data",
-    "tokenizer",
-    "plan",
-    "train",
-    "report",
-    "generate",
-    "serve",
-    "depth",
-    "eval",
-    "compare",
-    "lm_eval",
-    "sweep",
-    "fit",
-    "predict",
-    "export",
-    "import_model",
-    "reproduce",
-)
+COMMANDS = {
+    "models": ("presets", "show", "export", "import_model"),
+    "data": ("data", "tokenizer"),
+    "training": ("demo", "plan", "train", "report", "sweep"),
+    "inference": ("generate", "depth", "serve"),
+    "evaluation": ("eval", "compare", "lm_eval"),
+    "scaling laws and experiments": ("fit", "predict", "reproduce"),
+}
+"""Modules of `parcae.commands`, as `parcae --help` groups them."""
 MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "serve", "depth", "eval", "sweep")
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
 
@@ -163,13 +150,50 @@ class Parser(argparse.ArgumentParser):
         return ConfigError(f"{name}: no such option.{hint} See {self.prog} --help.")
 
 
+class Subcommands(argparse._SubParsersAction):
+    """Subcommands, of which the help is printed in groups."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.groups: dict[str, list[argparse.Action]] = {}
+
+
+class GroupedHelp(argparse.HelpFormatter):
+    """The help of `parcae`: its commands by group."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, Subcommands):
+            return super()._format_action(action)
+        self._action_max_length += self._indent_increment  # commands are indented once more
+        parts = []
+        for group, commands in action.groups.items():
+            parts.append(f"\n  {group}:\n")
+            self._indent()
+            parts += map(super()._format_action, commands)
+            self._dedent()
+        return "".join(parts).removeprefix("\n")
+
+
 def parser() -> Parser:
     """The parser of the whole command line."""
-    top = Parser(prog="parcae", description="Train, study and run looped language models.")
+    top = Parser(
+        prog="parcae",
+        description="Train, study and run looped language models.",
+        formatter_class=GroupedHelp,
+    )
     top.add_argument("--version", action="version", version=_version(), help="print the version")
-    subparsers = top.add_subparsers(title="commands", metavar="COMMAND")
-    for name in COMMANDS:
-        importlib.import_module(f"parcae.commands.{name}").register(subparsers)
+    subparsers = top.add_subparsers(title="commands", metavar="COMMAND", action=Subcommands)
+    for group, names in COMMANDS.items():
+        before = len(subparsers._choices_actions)
+        for name in names:
+            importlib.import_module(f"parcae.commands.{name}").register(subparsers)
+        subparsers.groups[group] = subparsers._choices_actions[before:]
+    for choice in subparsers._choices_actions:
+        command = subparsers.choices[choice.dest]
+        command.description = command.description or f"{choice.help[0].upper()}{choice.help[1:]}."
     for name in MODEL_COMMANDS:
         subparsers.choices[name].add_argument(
             "--import",

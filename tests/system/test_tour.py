@@ -14,6 +14,7 @@ import torch
 
 import parcae
 from parcae.experiments.paper_runs import paper_table
+from parcae.laws.table import write_table
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = str(ROOT / "src" / "parcae") + "/"
@@ -99,10 +100,10 @@ def test_from_text_to_loss(text, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_from_a_table_of_runs_to_fit_json(tmp_path):
-    rows = paper_table()
+    write_table(tmp_path / "runs.csv", paper_table())
 
     def fit() -> None:
-        laws = parcae.fit(rows, starts=20, unified_starts=20, bootstrap_samples=20)
+        laws = parcae.fit(tmp_path / "runs.csv", starts=20, unified_starts=20, bootstrap_samples=20)
         laws.save(tmp_path, figures=False)
 
     check("From a table of runs to fit.json", trace(fit), most=10)
@@ -113,5 +114,5 @@ def test_from_a_prompt_to_a_token(text):
     tokenizer = parcae.data.train_tokenizer([text], size=300)
     model = parcae.create("parcae-1m", vocab_size=300, context_length=32, width=32)
     engine = parcae.Engine(model, tokenizer, layers="torch")
-    calls = trace(lambda: engine.generate("def add", new_tokens=2, temperature=0))
+    calls = trace(lambda: engine.generate("def add", new_tokens=2))
     check("From a prompt to a token", calls, most=12)

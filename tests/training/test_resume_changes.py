@@ -87,7 +87,7 @@ def test_data_that_was_moved(how, killed, whole, shards, tmp_path, capsys, reque
     assert cli.main(["train", "--resume", str(run)]) == 2
     error = capsys.readouterr().err
     assert f"{shards}: no such file" in error
-    assert "If it was moved, give its new path by --data.sources." in error
+    assert "If it was moved, give its new path with --data.sources." in error
     if how == "flag":
         flags = ["--data.sources", json.dumps([str(after)])]
     else:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
-TRAIN_AGAIN = "`make demo AGAIN=1`, or `parcae demo --again`, trains it again."
+TRAIN_AGAIN = "`make demo AGAIN=1`, or `parcae demo --overwrite`, trains it again."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:

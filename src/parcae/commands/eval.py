@@ -71,7 +71,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--text-field",
         metavar="NAME",
-        help="JSON key or Parquet column that contains the text in a file given by --val-data "
+        help="JSON key or Parquet column that contains the text in a file given with --val-data "
         "(default: text)",
     )
     parser.add_argument(

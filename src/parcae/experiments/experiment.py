@@ -208,7 +208,7 @@ def wikitext_record(run: Run, store: Store, loops: int) -> Row:
     if store.texts is None or not list_steps(folder):
         return {"wikitext": None}
     depth = loops if run.recipe.model.architecture == "looped" else 1
-    result = evaluate(folder, "wikitext", loops=depth, data=store.texts.parent, limit=ARTICLES)
+    result = evaluate(folder, "wikitext", loops=depth, task_data=store.texts.parent, limit=ARTICLES)
     at = result.suites["wikitext"]["by_loops"][str(depth)]
     return {"wikitext": at and at["word_perplexity"]}
 
