@@ -78,7 +78,7 @@ def test_results_in_memory_are_compared(result):
 
 def test_progress_is_reported(small_model, small_tokenizer, task_folder):
     seen = []
-    options = {"tokenizer": small_tokenizer, "data": task_folder, "progress": seen.append}
+    options = {"tokenizer": small_tokenizer, "task_data": task_folder, "progress": seen.append}
     parcae.evaluate(small_model, ["lambada", "core"], loops=1, seeds=(1, 2), **options)
     assert (seen[0].task, seen[0].loops) == ("", (1,))
     tasks = list(dict.fromkeys(progress.task for progress in seen[1:]))

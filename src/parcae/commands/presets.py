@@ -43,5 +43,5 @@ def run(arguments: argparse.Namespace) -> int:
         for name, config in PRESETS.items()
     ]
     columns = ("preset", "parameters", "layers", "width", "vocabulary", "mean loops")
-    console.out.print(console.table("Presets", (*columns, "FLOPs per token"), rows))
+    console.out.print(console.table("Presets", (*columns, "training FLOPs per token"), rows))
     return 0

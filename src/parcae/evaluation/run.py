@@ -94,7 +94,7 @@ def evaluate(
         out: Folder for result.json, samples.jsonl and scores.png. An interrupted evaluation resumes
             from it. Numbers of loops at which all items were scored earlier are kept in the result
             and not computed again. Default: nothing is written.
-        data: Folder of the task files. All suites but val need it.
+        task_data: Folder of the task files. All suites but val need it.
         val_data: File of held-out texts for val. Default: the rows that the run holds out.
         separator: Line that separates the documents of `val_data`, if it is a text file, such as
             `<|endoftext|>`. Default: the file is one document.

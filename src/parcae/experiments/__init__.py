@@ -7,7 +7,6 @@ store          runs by the content of their recipe
 verdicts       rules that turn numbers and their spread into a verdict
 tasks          pointer chasing and modular arithmetic
 page           docs/reproduction.md
-
 figures        panels that several experiments draw
 paper_runs     runs simulated from the laws that the paper publishes
 
@@ -15,7 +14,7 @@ The experiments:
 
 training       ablation_ladder, choose_mu, lr_robustness, lr_sweep, per_sequence, prelude_norm,
                truncated_sampling
-comparisons    rdm_comparison, transformer_comparison
+comparisons    rdm_comparison, transformer_comparison, tokenizer
 scaling laws   isoflop, test_time, unified
-not in the paper   discretisation, fixed_or_sampled, reasoning, tokenizer
+not in the paper   discretisation, fixed_or_sampled, reasoning
 """
