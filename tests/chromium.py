@@ -106,7 +106,8 @@ class Browser:
         page.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.call("Emulation.setEmulatedMedia", features=[scheme])
-        page.call("Page.navigate", url=url)
+        if problem := page.call("Page.navigate", url=url).get("errorText"):
+            raise RuntimeError(f"{url}: {problem}")
         page.wait("document.readyState === 'complete'")
         return page
 

@@ -304,6 +304,7 @@ function setAlert(text) {
 function chooseModel() {
   const model = models.find(model => model.id === $("model").value) ?? models[0];
   if (!model) return setAlert("The server has no model.");
+  $("max-tokens").value = Math.min($("max-tokens").value, model.parcae.context_length);
   // A number of loops has a slider of its own.
   const rules = model.parcae.exit_rules.filter(rule => rule !== "budget").sort((a, b) => (b in RULES) - (a in RULES) || b.localeCompare(a));
   $("rule").replaceChildren(...rules.map(rule => new Option(RULES[rule] ?? rule, rule)));
