@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BY_THE_CLOCK = {"tokens_per_second", "peak_fraction", "seconds"}
+BY_THE_CLOCK = {"tokens_per_second", "peak_fraction", "seconds", "training_seconds"}
 BY_THE_PATH = {"checkpoint", "file", "source", "seal"}
 SUITES = ("val", "wikitext", "lambada", "core", "zero-shot")
 
