@@ -1,6 +1,8 @@
 """One training step: ours against the plain version, interleaved in one run.
 
     python benchmarks/train_step.py [--repetitions 5] [--no-compile] [--out result.json]
+    python benchmarks/train_step.py --threads 1 --cpu-time     # beside other programs
+    python benchmarks/train_step.py --grid                     # other batches, lengths and depths
 
 All do forward, backward and a fused AdamW step on the same weights, tokens and depths, each in a
 process of its own, taking turns. The plain
@@ -23,6 +25,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,24 +39,43 @@ from parcae.model import flops
 from parcae.model.depth import Depths, sample
 from parcae.model.looped import LoopedModel
 
-ROWS, LENGTH, MEAN_LOOPS, DRAWS = 32, 128, 8, 3
+DRAWS = 3
 PRESET = "parcae-10m"
+GRID = (
+    *((rows, 128, loops) for rows in (4, 16, 64) for loops in (2, 8, 16)),
+    *((rows, 512, loops) for rows in (4, 16) for loops in (2, 8)),
+    *((4, 2048, loops) for loops in (2, 8)),
+)
+"""Sequences, positions, mean loops; more tokens than these exceed the plain version's memory."""
 MEMORY_VOCABULARY = 32_768
+
+
+class Shape(NamedTuple):
+    rows: int = 32
+    length: int = 128
+    mean_loops: int = 8
+
+    def config(self, **changes: Any) -> parcae.ModelConfig:
+        length = max(self.length, parcae.preset(PRESET).context_length)
+        loop = {"mean_loops": self.mean_loops}
+        return parcae.preset(PRESET, {"context_length": length, "loop": loop, **changes})
 
 
 class Step:
     """Everything one candidate needs: its own weights and optimiser, the common batches."""
 
-    def __init__(self, vocab: int, *, compiled: bool = False) -> None:
-        changes = {"vocab_size": vocab, "loop": {"mean_loops": MEAN_LOOPS}}
-        self.model = parcae.create(PRESET, **changes)
+    def __init__(self, shape: Shape, *, vocab: int | None = None, compiled: bool = False) -> None:
+        self.rows = shape.rows
+        config = shape.config() if vocab is None else shape.config(vocab_size=vocab)
+        self.model = parcae.create(config)
         assert isinstance(self.model, LoopedModel)
         if compiled:
             self.model.compile_layers()
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(0)
-        self.tokens, self.targets = torch.randint(vocab, (2, ROWS, LENGTH), generator=generator)
-        self.state = torch.zeros(ROWS, LENGTH, self.model.config.core_block.width)
+        size = (2, shape.rows, shape.length)
+        self.tokens, self.targets = torch.randint(config.vocab_size, size, generator=generator)
+        self.state = torch.zeros(shape.rows, shape.length, config.core_block.width)
 
     def run(self, loss: Tensor) -> None:
         loss.backward()
@@ -69,23 +91,22 @@ class Step:
 
     def every_row_to_the_maximum(self, depths: Depths) -> None:
         no_grad, grad = max(depths.no_grad_loops), max(depths.gradient_loops)
-        self.ours(Depths((no_grad + grad,) * ROWS, (grad,) * ROWS))
+        self.ours(Depths((no_grad + grad,) * self.rows, (grad,) * self.rows))
 
     def plain(self, depths: Depths) -> None:
         self.run(reference.forward(self.model, self.tokens, self.targets, depths, self.state))
 
 
-def draws(config: parcae.ModelConfig) -> list[Depths]:
-    """The first consecutive seeds whose draws are typical: mean 8.0, and mean maximum 14.4, which
-    is what the largest of 32 clamped Poisson draws comes to on average."""
-    for first in range(10_000):
-        seeds = range(first, first + DRAWS)
-        found = [sample(config.loop, ROWS, torch.Generator().manual_seed(s)) for s in seeds]
-        maximum = sum(max(d.loops) for d in found) / DRAWS
-        mean = sum(sum(d.loops) for d in found) / DRAWS / ROWS
-        if abs(maximum - 14.4) < 0.1 and abs(mean - MEAN_LOOPS) < 0.1:
-            return found
-    raise RuntimeError("no typical draws were found")
+def draws(shape: Shape) -> list[Depths]:
+    """The most typical consecutive seeds: the mean of their depths, and the mean of their maxima,
+    are nearest to those of a thousand draws."""
+    loop, seeds = shape.config().loop, range(1000)
+    drawn = [sample(loop, shape.rows, torch.Generator().manual_seed(seed)) for seed in seeds]
+    means = torch.tensor([statistics.mean(depths.loops) for depths in drawn])
+    maxima = torch.tensor([max(depths.loops) for depths in drawn]).float()
+    errors = sum((x.unfold(0, DRAWS, 1).mean(1) / x.mean() - 1).abs() for x in (means, maxima))
+    first = int(torch.as_tensor(errors).argmin())
+    return drawn[first : first + DRAWS]
 
 
 CANDIDATES = {
@@ -100,26 +121,42 @@ CANDIDATES = {
 }
 
 
-def serve(name: str, pipe: Connection) -> None:
+class Clock(NamedTuple):
+    """How steps are timed: by the clock, or by the CPU time of the process."""
+
+    cpu_time: bool = False
+    threads: int | None = None
+
+    def now(self) -> float:
+        return time.process_time() if self.cpu_time else time.perf_counter()
+
+    def set_threads(self) -> None:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+
+
+def serve(name: str, shape: Shape, clock: Clock, pipe: Connection) -> None:
     """A process of its own for each candidate, so that no heap disturbs another."""
     method, compiled, keep = CANDIDATES[name]
+    clock.set_threads()
     if keep:
         keep_freed_memory()
-    config = parcae.preset(PRESET)
-    step = getattr(Step(config.vocab_size, compiled=compiled), method)
-    found = draws(config)
+    step = getattr(Step(shape, compiled=compiled), method)
+    found = draws(shape)
     while (draw := pipe.recv()) is not None:
-        start = time.perf_counter()
+        start = clock.now()
         step(found[draw])
-        pipe.send(time.perf_counter() - start)
+        pipe.send(clock.now() - start)
 
 
 class Candidate:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shape: Shape, clock: Clock) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(name, theirs), daemon=True)
+        arguments = (name, shape, clock, theirs)
+        self.process = context.Process(target=serve, args=arguments, daemon=True)
         self.process.start()
+        theirs.close()  # so that the end of the process is noticed
 
     def step(self, draw: int) -> float:
         """Seconds of one training step on one draw of depths."""
@@ -131,14 +168,13 @@ class Candidate:
         self.process.join()
 
 
-def time_steps(repetitions: int, compiled: bool) -> dict:
-    config = parcae.preset(PRESET)
-    names = [name for name in CANDIDATES if compiled or "compiled" not in name]
-    candidates = {name: Candidate(name) for name in names}
-    gemm = GemmRate()
+def time_steps(names: list[str], shape: Shape, clock: Clock, repetitions: int) -> dict[str, Any]:
+    candidates = {name: Candidate(name, shape, clock) for name in names}
+    clock.set_threads()
+    gemm = GemmRate(clock.now)
     totals = {name: {"minimum": 0.0, "median": 0.0} for name in names}
     work = 0.0
-    for draw, depths in enumerate(draws(config)):
+    for draw, depths in enumerate(draws(shape)):
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for repetition in range(repetitions + 1):
             for name, candidate in candidates.items():
@@ -146,13 +182,13 @@ def time_steps(repetitions: int, compiled: bool) -> dict:
                 if repetition:  # the first warms up, and compiles
                     seconds[name].append(taken)
             gemm.sample()
-        work += flops.executed(config, depths, LENGTH)
+        work += flops.executed(shape.config(), depths, shape.length)
         for name, total in totals.items():
             total["minimum"] += min(seconds[name])
             total["median"] += statistics.median(seconds[name])
     for candidate in candidates.values():
         candidate.stop()
-    tokens = DRAWS * ROWS * LENGTH
+    tokens = DRAWS * shape.rows * shape.length
     for total in totals.values():
         total["tokens_per_second"] = tokens / total["minimum"]
         total["share_of_gemm_rate"] = work / total["minimum"] / gemm.best
@@ -161,12 +197,28 @@ def time_steps(repetitions: int, compiled: bool) -> dict:
     return {"gemm_gflops": gemm.best / 1e9, "candidates": totals}
 
 
+def print_grid(shapes: list[Shape], clock: Clock, repetitions: int) -> list[dict[str, Any]]:
+    """Eager steps, as most small runs are: compiling takes a minute for every length."""
+    print(f"{'sequences':>9}{'positions':>10}{'loops':>6}{'by minima':>11}{'by medians':>12}")
+    results = []
+    for shape in shapes:
+        names = ["plain", "ours, eager"]
+        ours = time_steps(names, shape, clock, repetitions)["candidates"]["ours, eager"]
+        results.append({**shape._asdict(), **ours})
+        minima, medians = ours["speedup_by_minimum"], ours["speedup_by_median"]
+        print(
+            f"{shape.rows:9}{shape.length:10}{shape.mean_loops:6}{minima:10.2f}x{medians:11.2f}x",
+            flush=True,
+        )
+    return results
+
+
 def profile(compiled: bool) -> dict[str, float]:
     """Shares of a step's time by kind of work, from PyTorch's profiler."""
     keep_freed_memory()
-    config = parcae.preset(PRESET)
-    step = Step(config.vocab_size, compiled=compiled)
-    depths = draws(config)[0]
+    shape = Shape()
+    step = Step(shape, compiled=compiled)
+    depths = draws(shape)[0]
     for _ in range(3):
         step.ours(depths)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
@@ -191,8 +243,9 @@ def peak_memory(name: str) -> float:
 def print_own_peak(name: str) -> None:
     if name != "plain":
         keep_freed_memory()
-    step = Step(MEMORY_VOCABULARY, compiled=name == "ours, compiled")
-    for depths in draws(parcae.preset(PRESET))[:2]:
+    shape = Shape()
+    step = Step(shape, vocab=MEMORY_VOCABULARY, compiled=name == "ours, compiled")
+    for depths in draws(shape)[:2]:
         (step.plain if name == "plain" else step.ours)(depths)
     status = Path("/proc/self/status").read_text()  # getrusage would include the parent's peak
     print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024)  # pyright: ignore
@@ -206,14 +259,31 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--profile", action="store_true", help="only say where a step's time goes")
+    parser.add_argument("--grid", action="store_true", help="only the table over shapes, eager")
+    parser.add_argument("--shape", type=int, nargs=3, help="a row of the table: rows length loops")
+    parser.add_argument("--threads", type=int, help="(default: PyTorch's)")
+    parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of the clock")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    clock = Clock(arguments.cpu_time, arguments.threads)
+    clock.set_threads()
     if arguments.profile:
         for kind, share in profile(not arguments.no_compile).items():
             print(f"{kind:20}{share:6.0%}")
         return
-    result = time_steps(arguments.repetitions, not arguments.no_compile)
-    print(f"{PRESET}, {ROWS} rows of {LENGTH}, mean depth {MEAN_LOOPS}, {DRAWS} draws of depths")
+    if arguments.grid or arguments.shape:
+        given = [arguments.shape] if arguments.shape else GRID
+        grid = print_grid([Shape(*one) for one in given], clock, arguments.repetitions)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(grid, indent=2) + "\n")
+        return
+    names = [name for name in CANDIDATES if not (arguments.no_compile and "compiled" in name)]
+    shape = Shape()
+    result = time_steps(names, shape, clock, arguments.repetitions)
+    print(
+        f"{PRESET}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
+        f"{DRAWS} draws of depths"
+    )
     print(f"best matrix products: {result['gemm_gflops']:.0f} GFLOP/s")
     print(f"{'':38}{'tokens/s':>9}{'by minima':>11}{'by medians':>12}{'of GEMM':>9}")
     for name, one in result["candidates"].items():
