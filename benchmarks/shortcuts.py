@@ -2,6 +2,7 @@
 
     parcae train recipes/python.toml --out runs/python
     python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
+    python benchmarks/shortcuts.py runs/python --only drafts [--rounds 16]
 
 Held-out rows are decoded token by token with the true text forced (forced_decoding.py), so
 losses are exact and comparable; times are for one sequence at a time, the candidates taking turns.
@@ -201,8 +202,13 @@ def picture(result: dict[str, Any], path: Path) -> Path:
         return draw.save(canvas, path)
 
 
+PARTS = ("depth", "exits", "policies", "weights", "drafts")
+
+
 def show(result: dict[str, Any]) -> None:
-    for title in ("depth", "exits", "policies", "weights", "drafts"):
+    for title in PARTS:
+        if title not in result:
+            continue
         rows = result[title]
         cells = [[f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in rows]
         console.out.print(console.table(title, list(rows[0]), cells))
@@ -213,21 +219,27 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--only", choices=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
+    if arguments.only and arguments.picture:
+        parser.error("--picture needs all parts")
     keep_freed_memory()
     torch.manual_seed(0)
     bench = Bench(arguments.run, arguments.rows, arguments.rounds)
+    measurements = {
+        "depth": bench.depth,
+        "exits": bench.exits,
+        "policies": bench.policies,
+        "weights": bench.weights,
+        "drafts": lambda: [*bench.drafts(0.0), *bench.drafts(0.8)],
+    }
     result = {
         "checkpoint": str(bench.folder),
         "tokens": int(bench.full.nats.numel()),
         "loss": bench.full.loss,
-        "depth": bench.depth(),
-        "exits": bench.exits(),
-        "policies": bench.policies(),
-        "weights": bench.weights(),
-        "drafts": [*bench.drafts(0.0), *bench.drafts(0.8)],
+        **{part: measurements[part]() for part in PARTS if arguments.only in (None, part)},
     }
     show(result)
     if arguments.out:

@@ -12,5 +12,5 @@ trap 'rm -rf "$cache"' EXIT
 libraries="$("$compiler" -print-file-name=libasan.so) $("$compiler" -print-file-name=libubsan.so)"
 env LD_PRELOAD="$libraries" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
   XDG_CACHE_HOME="$cache" OMP_NUM_THREADS=1 PYTHONPATH="${PYTHONPATH:-src}" \
-  PARCAE_CXXFLAGS="-g -fsanitize=address,undefined -fno-sanitize-recover=all" \
+  PARCAE_CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
   "$python" tests/infer/test_random_configurations.py --count "${2:-1000}"

@@ -5,6 +5,9 @@
 
 #include <cstddef>
 #include <string>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include "layer.h"
 #include "predictions.h"
@@ -334,6 +337,16 @@ struct PassRunner {  // the pass as one thread runs it
     }
 };
 
+// Ask for pages of 2 MiB for memory that has not been used yet: weights are read from many of them.
+void prefer_large_pages(void* memory, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t page = 4096;
+    const uintptr_t first = round_up(reinterpret_cast<uintptr_t>(memory), page);
+    const int64_t whole = bytes - (first - reinterpret_cast<uintptr_t>(memory));
+    if (whole > 0) madvise(reinterpret_cast<void*>(first), whole / page * page, MADV_HUGEPAGE);
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -367,6 +380,7 @@ int64_t parcae_packed_bytes(int64_t out, int64_t in, int64_t int8) {
 }
 
 void parcae_pack(const void* weights, int64_t out, int64_t in, int64_t int8, void* panels) {
+    prefer_large_pages(panels, parcae_packed_bytes(out, in, int8));
     if (int8) pack(static_cast<const int8_t*>(weights), out, in, static_cast<int8_t*>(panels));
     else pack(static_cast<const float*>(weights), out, in, static_cast<float*>(panels));
 }
