@@ -26,6 +26,12 @@ __all__ = [
 LOGNORMAL_SIGMA = 0.5
 """The spread s of the Poisson-lognormal sampler, tau ~ N(log(mean) - s^2/2, s)."""
 MAX_LOOPS = 1_000_000
+MAX_VOCABULARY = 1 << 21
+MAX_CONTEXT = 1 << 20
+MAX_WIDTH = 1 << 17
+MAX_HEADS = 1 << 13
+MAX_LAYERS = 10_000
+"""Far beyond any model: a damaged or hostile configuration is refused before it takes memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,10 @@ class LoopConfig(Settings, table="model.loop"):
         at_most=MAX_LOOPS,
     )
     backprop_loops: int | None = setting(
-        None, "mu_bwd: last loops with gradient (unset: half of mean_loops, rounded up)", at_least=1
+        None,
+        "mu_bwd: last loops with gradient (unset: half of mean_loops, rounded up)",
+        at_least=1,
+        at_most=MAX_LOOPS,
     )
     sampler: str = setting(
         "poisson",
@@ -149,28 +158,43 @@ class ModelConfig(Settings, table="model"):
     architecture: Literal["looped", "transformer"] = setting(
         "looped", "looped, or transformer (the same layers, run once)"
     )
-    vocab_size: int = setting(32_768, "entries of the vocabulary", at_least=1)
-    context_length: int = setting(2048, "longest sequence, tokens", at_least=1)
+    vocab_size: int = setting(
+        32_768, "entries of the vocabulary", at_least=1, at_most=MAX_VOCABULARY
+    )
+    context_length: int = setting(2048, "longest sequence, tokens", at_least=1, at_most=MAX_CONTEXT)
 
-    width: int = setting(768, "d_e: channels of the residual stream", at_least=1)
-    heads: int = setting(6, "attention heads of a layer", at_least=1)
-    kv_heads: int | None = setting(None, "key-value heads (unset: heads)", at_least=1)
-    mlp_width: int | None = setting(None, "hidden channels of an MLP (unset: 4 width)", at_least=1)
-    prelude_layers: int = setting(2, "layers before the loop", at_least=0)
-    core_layers: int = setting(2, "layers in the loop", at_least=0)
-    coda_layers: int = setting(2, "layers after the loop", at_least=0)
+    width: int = setting(768, "d_e: channels of the residual stream", at_least=1, at_most=MAX_WIDTH)
+    heads: int = setting(6, "attention heads of a layer", at_least=1, at_most=MAX_HEADS)
+    kv_heads: int | None = setting(
+        None, "key-value heads (unset: heads)", at_least=1, at_most=MAX_HEADS
+    )
+    mlp_width: int | None = setting(
+        None, "hidden channels of an MLP (unset: 4 width)", at_least=1, at_most=8 * MAX_WIDTH
+    )
+    prelude_layers: int = setting(2, "layers before the loop", at_least=0, at_most=MAX_LAYERS)
+    core_layers: int = setting(2, "layers in the loop", at_least=0, at_most=MAX_LAYERS)
+    coda_layers: int = setting(2, "layers after the loop", at_least=0, at_most=MAX_LAYERS)
 
     state_width: int | None = setting(
-        None, "d_h: channels of the looped state (unset: width)", at_least=1
+        None, "d_h: channels of the looped state (unset: width)", at_least=1, at_most=MAX_WIDTH
     )
     state_heads: int | None = setting(
-        None, "attention heads of a core layer (unset: the head dimension stays)", at_least=1
+        None,
+        "attention heads of a core layer (unset: the head dimension stays)",
+        at_least=1,
+        at_most=MAX_HEADS,
     )
     state_kv_heads: int | None = setting(
-        None, "key-value heads of a core layer (unset: as for the other layers)", at_least=1
+        None,
+        "key-value heads of a core layer (unset: as for the other layers)",
+        at_least=1,
+        at_most=MAX_HEADS,
     )
     state_mlp_width: int | None = setting(
-        None, "hidden channels of a core MLP (unset: as for the other layers)", at_least=1
+        None,
+        "hidden channels of a core MLP (unset: as for the other layers)",
+        at_least=1,
+        at_most=8 * MAX_WIDTH,
     )
 
     injection: str = setting(
@@ -328,7 +352,8 @@ class ModelConfig(Settings, table="model"):
 
 def _check_heads(prefix: str, shape: BlockShape) -> None:
     """`prefix` is "state_" for the core's own keys."""
-    even = [n for n in range(1, shape.width) if shape.width % (2 * n) == 0]
+    fits = shape.width % shape.heads == 0 and shape.head_dim % 2 == 0
+    even = [] if fits else [n for n in range(1, shape.width) if shape.width % (2 * n) == 0]
     near = sorted(sorted(even, key=lambda n: abs(n - shape.heads))[:3])
     remedy = f"Try {prefix}heads = {' or '.join(map(str, near)) or '1, with an even width'}."
     require(

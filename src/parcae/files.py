@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
+import platform
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -13,8 +17,13 @@ from typing import IO, Any
 from filelock import FileLock, Timeout
 
 from parcae.machine import flush as flush
+from parcae.machine import process_exists
 
 CHUNK_BYTES = 1 << 20
+DEEPEST_NESTING = 64
+"""Of lists and objects in JSON and TOML files; what parcae writes has less than ten levels."""
+OLD_SECONDS = 24 * 3600
+"""A temporary file of another machine is taken for abandoned after this time."""
 
 
 class FileError(OSError):
@@ -68,16 +77,34 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def interpreting(path: str | Path, remedy: str = "") -> Iterator[None]:
+    """Turn the errors of values that are missing or of a wrong type into a `FileError`.
+
+    Only for code that takes a file's values apart: elsewhere it would hide mistakes.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else f"{error}"
+        reason = reason if len(reason) < 300 else f"{reason[:300]}..."
+        raise FileError(
+            f"{path}: a value is missing or wrong ({reason}). {remedy}".strip()
+        ) from None
+
+
+@contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; on success it is flushed to disk and renamed to `path`.
 
-    A killed process leaves the old file, or none; never half of one.
+    A killed process leaves the old file, or none; never half of one. Its temporary file is removed
+    when the next process writes into the folder.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(path.parent.absolute())
             yield temporary
             flush(temporary)
             temporary.replace(path)
@@ -85,6 +112,19 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@functools.cache  # once for each folder
+def _remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of processes that no longer exist."""
+    for path in folder.glob(".*.tmp"):
+        match = re.fullmatch(r"\..+[.-](\d{1,10})\.tmp", path.name, re.DOTALL)
+        if match is None or process_exists(int(match[1])):
+            continue
+        with contextlib.suppress(OSError):  # another process was faster, or may not
+            of_this_machine = path.name.endswith(f".{platform.node()}-{match[1]}.tmp")
+            if of_this_machine or time.time() - path.stat().st_mtime > OLD_SECONDS:
+                path.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -102,12 +142,50 @@ def to_json(value: Any) -> str:
 
 
 def read_json(path: str | Path) -> Any:
+    """The content of a JSON file of finite numbers and moderate nesting."""
     path = Path(path)
     try:
         with reading(path):
-            return json.loads(path.read_text(encoding="utf-8"))
+            check_regular(path)
+            value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+            check_nesting(value)
+            return value
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid JSON ({error}). Is it truncated?") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def check_regular(path: Path) -> None:
+    """Raise FileError for a pipe or a device, whose end might never come."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise FileError(f"{path}: a pipe or a device. Give a file.")
+
+
+def check_nesting(value: Any) -> None:
+    """Raise ValueError where lists and tables are nested too deeply for recursive functions."""
+    level = [[value]]
+    for _ in range(DEEPEST_NESTING + 1):
+        children = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [x for items in children for x in items if isinstance(x, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {DEEPEST_NESTING} levels deep")
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The path of a file that a manifest names; FileError where it is not within the folder.
+
+    A symbolic link may lead to another file of the folder, not out of it.
+    """
+    if isinstance(name, str) and name and "\0" not in name and not Path(name).is_absolute():
+        path = folder / name
+        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a loop of links
+            if path.resolve().is_relative_to(folder.resolve()) and ".." not in Path(name).parts:
+                return path
+    raise FileError(f"{folder}: {name!r} is named as a file of it, but is not in it.")
 
 
 def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
@@ -119,9 +197,16 @@ def read_sealed(path: str | Path, remedy: str) -> dict[str, Any]:
     """What `write_sealed` wrote; an error if it was changed, so that keys need no further check."""
     value = read_json(path)
     seal = value.pop("seal", None) if isinstance(value, dict) else None
-    if seal is None or seal != _seal(value):
+    if seal is None or not _is_sealed(value, seal):
         raise FileError(f"{path}: changed since it was written, or not by parcae. {remedy}")
     return value
+
+
+def _is_sealed(value: dict[str, Any], seal: object) -> bool:
+    try:
+        return _seal(value) == seal
+    except ValueError:  # a number such as 1e999, which is read as infinity
+        return False
 
 
 def _seal(value: dict[str, Any]) -> str:

@@ -249,6 +249,28 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_private(path: Path) -> bool:
+    """Whether only this user and the system may change the file or folder. On Windows, which has
+    other permissions, it is assumed."""
+    if not hasattr(os, "getuid"):
+        return True
+    status = path.stat()
+    return status.st_uid in (0, os.getuid()) and not status.st_mode & 0o022
+
+
+def process_exists(number: int) -> bool:
+    """Whether a process of this id runs, of any user; True where that cannot be known."""
+    if os.name == "nt":  # where signal 0 would end it
+        return True
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        return True
+    return True
+
+
 class StopSignals:
     """Context manager in which a stop signal sets `asked` instead of ending the process.
 

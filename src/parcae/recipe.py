@@ -24,11 +24,13 @@ from typing import Any, TypeVar
 
 import tomli_w
 
-from parcae.schema import ConfigError, Settings, suggest, type_hints, without_none
+from parcae.files import FileError, check_nesting, check_regular
+from parcae.schema import ConfigError, Settings, shorten, suggest, type_hints, without_none
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Settings)
 Tree = dict[str, Any]
+MAX_RECIPE_BYTES = 1 << 20
 
 
 def build(table: type[S], values: Mapping[str, Any]) -> S:
@@ -38,6 +40,8 @@ def build(table: type[S], values: Mapping[str, Any]) -> S:
     mapping becomes a table, a list a tuple, and "none" no value. Keys may have their name in an
     earlier version.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{table.table}: expected a table of settings, got {shorten(values)}.")
     hints = type_hints(table)
     fields = dataclasses.fields(table)  # type: ignore[arg-type]
     names = [field.name for field in fields]
@@ -46,7 +50,7 @@ def build(table: type[S], values: Mapping[str, Any]) -> S:
     for key, value in values.items():
         name = renamed.get(key, key)
         if name not in names:
-            raise ConfigError(f"{table.key(name)}: no such key. {suggest(name, names)}")
+            raise ConfigError(f"{table.key(name[:99])}: no such key. {suggest(name, names)}")
         arguments[name] = _in_form(hints[name], value)
     return table(**arguments)
 
@@ -76,7 +80,16 @@ def plain(config: Any) -> Tree:
 def read_toml(path: str | Path) -> Tree:
     path = Path(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        check_regular(path)
+        if (size := path.stat().st_size) > MAX_RECIPE_BYTES:
+            raise ConfigError(
+                f"{path}: {size:,} bytes are too many for a recipe, at most {MAX_RECIPE_BYTES:,}."
+            )
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        check_nesting(tree)
+        return tree
+    except FileError as error:
+        raise ConfigError(str(error)) from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such recipe. Check the path.") from None
     except IsADirectoryError:
@@ -85,7 +98,9 @@ def read_toml(path: str | Path) -> Tree:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason}). Is it a TOML file?") from None
-    except tomllib.TOMLDecodeError as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # also of an integer of thousands of digits
         raise ConfigError(f"{path}: not valid TOML: {error}.") from None
 
 
@@ -151,9 +166,9 @@ def check_tables(tree: Mapping[str, Any], known: Sequence[str]) -> None:
     """Raise `ConfigError` for a table that is not known, whose keys would be ignored."""
     for name, table in tree.items():
         if name not in known:
-            raise ConfigError(f"{name}: no such table. {suggest(name, known)}")
+            raise ConfigError(f"{name[:99]}: no such table. {suggest(name, known)}")
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{name}: expected a table of settings, got {table!r}.")
+            raise ConfigError(f"{name}: expected a table of settings, got {shorten(table)}.")
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -167,11 +182,15 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 def _parse_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
+        check_nesting(value)
+        return value
     except tomllib.TOMLDecodeError:
         if "\n" in text:
             raise ConfigError(f"{text!r}: a value must be on one line.") from None
         return text
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{shorten(text)}: not a valid value ({error}).") from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "", separator: str = ".") -> dict[str, Any]:

@@ -21,6 +21,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
+LARGEST_INTEGER = 1 << 1023
+"""Larger ones have no float."""
+
 
 class ConfigError(ValueError):
     """A setting that cannot work. The message names the key and says how to fix it."""
@@ -70,7 +73,7 @@ class Range(NamedTuple):
     def __contains__(self, value: object) -> bool:
         return (
             isinstance(value, int | float)
-            and math.isfinite(value)
+            and (abs(value) < LARGEST_INTEGER if isinstance(value, int) else math.isfinite(value))
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
@@ -153,8 +156,17 @@ def without_none(hint: Any) -> Any:
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """How to fix a mistyped name: the nearest one, or all of them."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name[:99], known, n=1, cutoff=0.5)
     return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(sorted(known))}."
+
+
+def shorten(value: object, characters: int = 200) -> str:
+    """`repr` for messages: not longer than this, and of any value."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, deep nesting
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= characters else f"{text[:characters]}..."
 
 
 _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -167,9 +179,9 @@ def _check(value: Any, hint: Any, key: str, rules: Any) -> None:
         return
     if typing.get_origin(plain) is tuple:
         if not isinstance(value, tuple):
-            example = f"[{json.dumps(value, default=str)}]"
+            example = f"[{json.dumps(value, default=str)}]" if len(shorten(value)) < 99 else "[...]"
             raise ConfigError(
-                f"{key}: expected a list, got {value!r}. Write {example}; "
+                f"{key}: expected a list, got {shorten(value)}. Write {example}; "
                 f"on a command line in quotes: --{key} '{example}'."
             )
         for item in value:
@@ -178,22 +190,22 @@ def _check(value: Any, hint: Any, key: str, rules: Any) -> None:
     if typing.get_origin(plain) is Literal:
         options = typing.get_args(plain)
         if value not in options:
-            near = difflib.get_close_matches(str(value), options, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(shorten(value).strip("'"), options, n=1, cutoff=0.5)
             guess = f"Did you mean {near[0]}? " if near else ""
             known = ", ".join(map(str, options))
-            raise ConfigError(f"{key}: {value!r} is not an option. {guess}Known: {known}.")
+            raise ConfigError(f"{key}: {shorten(value)} is not an option. {guess}Known: {known}.")
         return
     if dataclasses.is_dataclass(plain):
         if not isinstance(value, plain):  # type: ignore[arg-type]
-            raise ConfigError(f"{key}: expected a table of settings, got {value!r}.")
+            raise ConfigError(f"{key}: expected a table of settings, got {shorten(value)}.")
         return
     accepted = (int, float) if plain is float else plain
     if not isinstance(value, accepted) or (isinstance(value, bool) and plain is not bool):
         expected = _EXPECTED.get(plain, getattr(plain, "__name__", plain))
-        raise ConfigError(f"{key}: expected {expected}, got {value!r}.")
+        raise ConfigError(f"{key}: expected {expected}, got {shorten(value)}.")
     if plain in (int, float):
         limits = rules.get("range", Range())
-        if value not in limits:
-            raise ConfigError(f"{key}: {value} is out of range. It must be {limits}.")
+        if value not in limits or (plain is int and not -(1 << 63) <= value < 1 << 63):
+            raise ConfigError(f"{key}: {shorten(value)} is out of range. It must be {limits}.")
     if rules.get("names") is not None:
         rules["names"].check(value, key)

@@ -24,7 +24,7 @@ from parcae.data.order import BLOCK_DOCUMENTS, SAMPLE_BLOCKS, SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, SplitDocuments
 from parcae.data.shards import Documents, ShardedDocuments
 from parcae.data.sources import Split
-from parcae.files import write_json
+from parcae.files import FileError, write_json
 from parcae.plotting import PALETTE, figure, save
 
 Decode = Callable[[Sequence[int]], str]
@@ -285,7 +285,13 @@ def _bytes_per_token(
         return None
     text_bytes = text_tokens = 0
     for document in console.track(sample.tolist(), "bytes per token"):
-        sizes = bytes_of_token[documents.tokens(document)]
+        tokens = documents.tokens(document)
+        if (largest := int(tokens.max())) >= len(bytes_of_token):
+            raise FileError(
+                f"document {document}: token {largest:,} is not in the vocabulary of "
+                f"{len(bytes_of_token):,}. A shard is damaged: prepare the data again."
+            )
+        sizes = bytes_of_token[tokens]
         text_bytes += int(sizes.sum())
         text_tokens += int(np.count_nonzero(sizes))
     return text_bytes / text_tokens if text_tokens else None

@@ -37,7 +37,18 @@ from parcae.config import ConfigError
 from parcae.data import TOKENIZER_FILE
 from parcae.data.sources import SPLITS, Split
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError, atomic_path, read_sealed, reading, sha256, write_all, writing
+from parcae.files import (
+    FileError,
+    atomic_path,
+    inside,
+    interpreting,
+    read_sealed,
+    reading,
+    sha256,
+    write_all,
+    writing,
+)
+from parcae.schema import shorten
 
 HEAD = b"parcae-shard-1\n\0"
 TAIL = b"parcae-\n"
@@ -45,6 +56,7 @@ FOOTER = struct.Struct("<QQQ32s8s")
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
 FORMAT = "parcae-shards-1"
+TOKEN_DTYPES = ("<u2", "<u4")
 REMEDY = "Delete the folder and run `parcae data prepare` again."
 Manifest = dict[str, Any]
 
@@ -196,8 +208,8 @@ class ShardedDocuments:
         self.folder = folder
         self.manifest = manifest
         self.split: Split = split
-        self.records = tuple(ShardRecord(**entry) for entry in manifest["shards"][split])
-        self.lengths = np.empty(sum(record.documents for record in self.records), np.int64)
+        with interpreting(folder / MANIFEST, REMEDY):
+            self.records = tuple(ShardRecord(**entry) for entry in manifest["shards"][split])
         self._first: list[int] = []
         self._tokens: list[np.ndarray] = []
         self._offsets: list[np.ndarray] = []
@@ -207,8 +219,9 @@ class ShardedDocuments:
             self._first.append(first)
             self._tokens.append(tokens)
             self._offsets.append(offsets)
-            self.lengths[first : first + record.documents] = np.diff(offsets.astype(np.int64))
             first += record.documents
+        lengths = [np.diff(offsets.astype(np.int64)) for offsets in self._offsets]
+        self.lengths = np.concatenate([np.empty(0, np.int64), *lengths])
 
     @classmethod
     def open(
@@ -321,7 +334,9 @@ def fingerprint(manifest: Manifest, split: Split) -> str:
 def read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     """The folder's tokenizer, checked against the manifest."""
     tokenizer = Tokenizer.load(folder / TOKENIZER_FILE)
-    if tokenizer.sha256 != manifest["tokenizer"]["sha256"]:
+    with interpreting(folder / MANIFEST, REMEDY):
+        expected = manifest["tokenizer"]["sha256"]
+    if tokenizer.sha256 != expected:
         raise FileError(_damaged(folder / TOKENIZER_FILE, "not the tokenizer of these shards"))
     return tokenizer
 
@@ -329,13 +344,13 @@ def read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
 def check_companions(folder: Path, manifest: Manifest) -> None:
     """Check `tokenizer.json` and `sources.json` against the manifest."""
     read_tokenizer(folder, manifest)
-    if sha256(folder / SOURCES) != manifest["sources_sha256"]:
+    if sha256(folder / SOURCES) != manifest.get("sources_sha256"):
         raise FileError(_damaged(folder / SOURCES, "wrong checksum"))
 
 
 def is_intact(folder: Path, record: ShardRecord) -> bool:
     """Whether the shard exists and has its checksum."""
-    path = folder / record.file
+    path = inside(folder, record.file)
     return path.is_file() and sha256(path) == record.sha256
 
 
@@ -343,26 +358,30 @@ def map_shard(
     folder: Path, record: ShardRecord, manifest: Manifest, remedy: str = REMEDY
 ) -> tuple[np.ndarray, np.ndarray]:
     """Memory-mapped tokens, and offsets, of a shard; its size, ends and index are checked."""
-    path = folder / record.file
-    dtype = np.dtype(manifest["dtype"])
+    path = inside(folder, record.file)
 
     def require(condition: bool, problem: str) -> None:
         if not condition:
             raise FileError(_damaged(path, problem, remedy))
 
+    with interpreting(folder / MANIFEST, remedy):
+        dtype, preparation = np.dtype(manifest["dtype"]), manifest["preparation"]
+    require(dtype in TOKEN_DTYPES, f"dtype {dtype} is none of tokens")
     require(path.is_file(), "missing")
     size = path.stat().st_size
-    require(size == record.bytes, f"{size:,} bytes instead of {record.bytes:,}")
+    require(size == record.bytes, f"{size:,} bytes instead of {shorten(record.bytes)}")
     with reading(path), path.open("rb") as stream:
         head = stream.read(len(HEAD))
         stream.seek(-FOOTER.size, 2)
         documents, tokens, width, owner, tail = FOOTER.unpack(stream.read(FOOTER.size))
     require((head, tail) == (HEAD, TAIL), "its header or footer is wrong")
-    require(owner.hex() == manifest["preparation"], "written by another preparation")
+    require(owner.hex() == preparation, "written by another preparation")
     counts = (record.documents, record.tokens, dtype.itemsize)
     require((documents, tokens, width) == counts, "counts differ from the manifest")
+    index = size - FOOTER.size - 8 * (documents + 1)
+    require(documents > 0 and tokens > 0, "without documents")
+    require(len(HEAD) + tokens * width <= index, "counts exceed its size")
     body = np.memmap(path, dtype, "r", offset=len(HEAD), shape=(tokens,))
-    index = record.bytes - FOOTER.size - 8 * (documents + 1)
     offsets = np.array(np.memmap(path, "<u8", "r", offset=index, shape=(documents + 1,)))
     in_order = offsets[0] == 0 and offsets[-1] == tokens and np.all(offsets[1:] > offsets[:-1])
     require(bool(in_order), "document index is wrong")

@@ -21,6 +21,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,10 +30,10 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from parcae.config import ConfigError, require
+from parcae.config import MAX_VOCABULARY, ConfigError, require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
-from parcae.files import FileError, atomic_path, reading
+from parcae.files import FileError, atomic_path, check_regular, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_SIZE = 256 + len(SPECIALS)
@@ -84,6 +85,8 @@ class Tokenizer:
         self._cuts_safely = _cuts_safely(json.loads(content))
         if not self._plain.get_vocab_size(with_added_tokens=True):
             raise ValueError("the vocabulary is empty")
+        if self.vocab_size > MAX_VOCABULARY:
+            raise ValueError(f"id {self.vocab_size - 1:,} is above {MAX_VOCABULARY - 1:,}")
         if missing := self._missing_bytes():
             raise ValueError(f"{missing} of the 256 bytes are missing, so text would be lost")
 
@@ -109,6 +112,12 @@ class Tokenizer:
             "size",
             f"{size} is too small",
             f"It must be >= {SMALLEST_SIZE}: 256 bytes and {len(SPECIALS)} special tokens.",
+        )
+        require(
+            size <= MAX_VOCABULARY,
+            "size",
+            f"{size:,} entries are too many",
+            f"It must be at most {MAX_VOCABULARY:,}.",
         )
         blank = tokenizers.Tokenizer(models.BPE(byte_fallback=True))
         blank.pre_tokenizer = _pre_tokenizer()  # type: ignore[assignment]
@@ -141,10 +150,15 @@ class Tokenizer:
             is_folder = path.is_dir()
             in_two_files = is_folder and not (path / TOKENIZER_FILE).exists()
             if in_two_files and (path / "merges.txt").exists():
-                return cls(_read_gpt2_layout(path), path.name)
+                content = _read_gpt2_layout(path)
+                try:
+                    return cls(content, path.name)
+                except ValueError as error:
+                    raise FileError(f"{path}: not a valid vocabulary ({error}).") from None
         path = path / TOKENIZER_FILE if is_folder else path
         try:
-            with reading(path):
+            with reading(path), _no_panic():
+                check_regular(path)
                 return cls(path.read_text(encoding="utf-8"), path.stem)
         except FileError:
             if path.exists():
@@ -211,7 +225,7 @@ class Tokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The ids of a text, without BOS."""
         encoder = self._special if allow_special else self._plain
-        encodings = encoder.encode_batch_fast(list(self._pieces(text)), add_special_tokens=False)
+        encodings = self._encode_batch(encoder, list(self._pieces(text)))
         return [number for encoding in encodings for number in encoding.ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -222,12 +236,20 @@ class Tokenizer:
             (number, piece) for number, text in enumerate(texts) for piece in self._pieces(text)
         )
         for batch in _batches(pieces, lambda numbered: len(numbered[1])):
-            encodings = self._plain.encode_batch_fast(
-                [piece for _, piece in batch], add_special_tokens=False
-            )
+            encodings = self._encode_batch(self._plain, [piece for _, piece in batch])
             for (number, _), encoding in zip(batch, encodings, strict=True):
                 parts[number].append(np.array(encoding.ids, bos.dtype))
         return [np.concatenate(part) for part in parts]
+
+    def _encode_batch(self, encoder: tokenizers.Tokenizer, pieces: list[str]) -> list[Any]:
+        try:
+            with _no_panic():
+                return encoder.encode_batch_fast(pieces, add_special_tokens=False)
+        except Exception as error:  # a pattern in the file that never ends on some texts
+            raise FileError(
+                f"{self.name}: the tokenizer cannot encode this text ({error}). "
+                "Use another tokenizer."
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Special tokens are written by name; invalid UTF-8 becomes U+FFFD."""
@@ -268,6 +290,17 @@ class Tokenizer:
 
     def _pieces(self, text: str) -> Iterable[str]:
         return safe_pieces(text) if self._cuts_safely else [text]
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """Raise ValueError instead of a panic of the library, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(str(error)) from None
 
 
 def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIECE) -> Iterator[str]:
@@ -362,7 +395,8 @@ def _read_gpt2_layout(folder: Path) -> str:
         with reading(path):
             path.open("rb").close()
     try:
-        model = models.BPE.from_file(str(vocabulary), str(merges))
+        with _no_panic():
+            model = models.BPE.from_file(str(vocabulary), str(merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise FileError(
             f"{folder}: vocab.json and merges.txt do not match ({error}). Download both again."

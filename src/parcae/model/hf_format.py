@@ -141,7 +141,11 @@ def read_hf(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[
         config = from_hf_config(header)
     except (ConfigError, TypeError) as error:
         raise FileError(f"{folder / CONFIG_FILE}: {error}") from None
-    return config, from_hf_weights(read_weights(folder / WEIGHTS_FILE), config)
+    weights = read_weights(folder / WEIGHTS_FILE)
+    try:
+        return config, from_hf_weights(weights, config)
+    except RuntimeError as error:  # the rows of q or k are no whole heads
+        raise FileError(f"{folder}: the weights do not fit the configuration: {error}.") from None
 
 
 def to_hf_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ error, never a silent difference.
 from __future__ import annotations
 
 import math
-import pickle
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parcae.config import LoopConfig, ModelConfig
-from parcae.files import FileError
+from parcae.config import MAX_LAYERS, MAX_LOOPS, ConfigError, LoopConfig, ModelConfig
+from parcae.files import FileError, check_regular
+from parcae.schema import shorten
 
 LOOPED, FIXED = "ParcaeConfig", "GPTConfig"
 
@@ -45,6 +46,15 @@ MUST_BE: dict[str, Any] = {
     "mup_model_scaling_factor": 1,
     "init_strategy": "scaled-zero",  # the other strategies also scale embeddings or logits
 }
+
+COUNTS = {
+    **dict.fromkeys(
+        ("n_layer", "n_layers_in_prelude", "n_layers_in_recurrent_block", "n_layers_in_coda"),
+        MAX_LAYERS,
+    ),
+    **dict.fromkeys(("mean_recurrence", "mean_backprop_depth"), MAX_LOOPS),
+}
+"""The largest values of counts that are used before the configuration is checked."""
 
 _BLOCK = {
     "norm_1": "norm_attn",
@@ -96,9 +106,12 @@ def our_name(key: str, kind: str = LOOPED) -> str | None:
 def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and weights of a release folder, under the names of this package."""
     if header["_class_name"] not in (LOOPED, FIXED):
-        raise FileError(
-            f"config.json: _class_name {header['_class_name']!r}; {LOOPED} and {FIXED} are known."
-        )
+        name = shorten(header["_class_name"])
+        raise FileError(f"config.json: _class_name {name}; {LOOPED} and {FIXED} are known.")
+    for key, most in COUNTS.items():
+        value = header.get(key, 0)
+        if not isinstance(value, int | float) or not 0 <= value <= most:
+            raise FileError(f"config.json: {key} = {shorten(value)}; it must be 0 to {most:,}.")
     found = _read_tensors(folder)
     weights: dict[str, Tensor] = {}
     unknown = []
@@ -113,7 +126,9 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
     try:
         value_layers = _drop_unused(weights, header)
         config = _translate(header, weights, value_layers)
-    except (KeyError, TypeError, AttributeError) as error:
+    except ConfigError as error:
+        raise FileError(f"{folder / 'config.json'}: {error}") from None
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise FileError(f"{folder / 'config.json'}: missing or malformed key: {error}.") from None
     if config.tied_embeddings:
         head = weights.pop("head.weight", None)
@@ -134,13 +149,31 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise FileError(f"{folder}: neither {WEIGHTS_FILE} nor {path.name} exists.")
     try:
+        check_regular(path)
+        with zipfile.ZipFile(path) as archive:  # what is compressed could be of any size
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("compressed, which torch.save never does")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    except FileError:
+        raise
+    except Exception as error:  # torch.load raises errors of all kinds for damaged files
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileError(f"{path}: cannot be read as plain tensors ({reason}).") from None
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
-        raise FileError(f"{path}: not a dictionary of tensors.")
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
+        raise FileError(f"{path}: not a dictionary of plain tensors.")
+    if not all(isinstance(name, str) for name in tensors):
+        raise FileError(f"{path}: its tensors have no names.")
     return tensors
+
+
+def _is_plain(value: object) -> bool:
+    """A dense tensor with memory for each of its elements: an expanded one would grow when used."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.numel() * value.itemsize <= value.untyped_storage().nbytes()
+    )
 
 
 def _translate(
@@ -149,12 +182,12 @@ def _translate(
     kind = header["_class_name"]
     for key, value in MUST_BE.items():
         if header.get(key, value) != value:
-            raise FileError(
-                f"config.json: {key} = {header[key]!r} is not supported, only {value!r}."
-            )
+            found = shorten(header[key])
+            raise FileError(f"config.json: {key} = {found} is not supported, only {value!r}.")
     rope = header.get("rope_settings") or {}
     if not rope.get("use_rope", True) or rope.get("rope_condense_ratio", 1) != 1:
-        raise FileError(f"config.json: rope_settings {rope} are not supported; use plain RoPE.")
+        found = shorten(rope)
+        raise FileError(f"config.json: rope_settings {found} are not supported; use plain RoPE.")
     mlp = (header.get("mlp_class_name", "BaseMLP"), header.get("nonlin_name", "ReLU2"))
     shared: dict[str, Any] = {
         "vocab_size": _padded_vocab(header),
@@ -224,7 +257,8 @@ def _padded_vocab(header: Mapping[str, Any]) -> int:
 
 def _known(key: str, value: Any, table: Mapping[Any, Any]) -> Any:
     if value not in table:
-        raise FileError(f"config.json: {key} = {value!r} is not supported, only {[*table]}.")
+        found = shorten(value)
+        raise FileError(f"config.json: {key} = {found} is not supported, only {[*table]}.")
     return table[value]
 
 

@@ -7,18 +7,19 @@ run's checkpoints are verified by `parcae.runs`, which `parcae.load` goes throug
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parcae.config import ConfigError, ModelConfig
-from parcae.files import FileError, atomic_path, flush, read_json, to_json
+from parcae.files import FileError, atomic_path, check_regular, flush, read_json, to_json
 from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
@@ -26,6 +27,7 @@ from parcae.recipe import plain
 
 FORMAT = "parcae"
 VERSION = 1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def save(model: LanguageModel, folder: str | Path) -> Path:
@@ -63,6 +65,10 @@ def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageMode
         config, weights = read_hf(folder, content)
     else:
         config, weights = _own_config(folder, content), read_weights(folder / WEIGHTS_FILE)
+    if config.layers > len(weights):  # before a module is made for each layer
+        raise FileError(
+            f"{folder}: {config.layers:,} layers, but the weights have {len(weights):,} tensors."
+        )
     model = build(config)
     assign(model, weights, folder)
     return model.to(device).eval()
@@ -100,26 +106,40 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """One file, or the shards that several processes wrote in its place."""
     shards = sorted(path.parent.glob(SHARD_PATTERN))
     if shards and not path.exists():
-        return _join(path.parent)
+        return _join(path.parent, shards)
     try:
+        check_regular(path)
         return load_file(path)
     except FileNotFoundError:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
-    except (SafetensorError, OSError) as error:
+    except FileError:
+        raise
+    except (SafetensorError, OSError, ValueError) as error:
         raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
 
 
-def _join(folder: Path) -> dict[str, Tensor]:
+def _join(folder: Path, shards: Sequence[Path]) -> dict[str, Tensor]:
     """Whole tensors from the shards of `torch.distributed.checkpoint` in safetensors files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 
-    reader = HuggingFaceStorageReader(str(folder))
-    stored: Any = reader.read_metadata().state_dict_metadata
-    weights = {n: torch.empty(s.size, dtype=s.properties.dtype) for n, s in stored.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process is known
-        load_shards(weights, storage_reader=reader, no_dist=True)
+    try:
+        for path in shards:  # torch.distributed believes what their headers say
+            with safe_open(path, "pt"):
+                pass
+        reader = HuggingFaceStorageReader(str(folder))
+        stored: Any = reader.read_metadata().state_dict_metadata
+        needed = sum(math.prod(s.size) * s.properties.dtype.itemsize for s in stored.values())
+        size = sum(path.stat().st_size for path in shards)
+        if needed > size:
+            raise ValueError(f"{needed:,} bytes of tensors in files of {size:,} bytes")
+        weights = {n: torch.empty(s.size, dtype=s.properties.dtype) for n, s in stored.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process is known
+            load_shards(weights, storage_reader=reader, no_dist=True)
+    except Exception as error:  # of any kind, where names or headers are not as it writes them
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise FileError(f"{folder}: its shards of weights cannot be read ({reason}).") from None
     return weights
 
 
@@ -142,9 +162,9 @@ def check_weights(
         if name in expected and tensor.shape != expected[name].shape
     ]
     problems += [
-        f"{name} holds {tensor.dtype}, not floats"
+        f"{name} holds {str(tensor.dtype).removeprefix('torch.')}, not floats of 16, 32 or 64 bits"
         for name, tensor in weights.items()
-        if not tensor.is_floating_point()
+        if tensor.dtype not in DTYPES
     ]
     if problems:
         shown = "; ".join(problems[:8]) + (

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parcae.files import FileError, flush, read_json, sha256, write_json
+from parcae.files import FileError, flush, inside, read_json, sha256, write_json
 from parcae.model import CONFIG_FILE
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
@@ -76,9 +76,10 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
 
 def _validation_loss(checkpoint: Path) -> float | None:
     try:
-        return read_state(checkpoint).get("validation_loss")
+        loss = read_state(checkpoint).get("validation_loss")
     except FileError:
         return None
+    return loss if isinstance(loss, int | float) else None
 
 
 def write_state(folder: Path, step: int, state: Mapping[str, Any]) -> None:
@@ -119,10 +120,11 @@ def verify_checkpoint(folder: Path) -> None:
     for name in sorted(read - checksums.keys()):
         raise FileError(f"{folder / name}: not a file of this checkpoint. Remove it.")
     for name, expected in checksums.items():
-        if not (folder / name).is_file():
-            raise FileError(f"{folder / name}: missing. {REMEDY}")
-        if sha256(folder / name) != expected:
-            raise FileError(f"{folder / name}: damaged, its checksum differs. {REMEDY}")
+        file = inside(folder, name)
+        if not file.is_file():
+            raise FileError(f"{file}: missing. {REMEDY}")
+        if sha256(file) != expected:
+            raise FileError(f"{file}: damaged, its checksum differs. {REMEDY}")
 
 
 def weights_checksum(folder: Path) -> str:
@@ -132,7 +134,8 @@ def weights_checksum(folder: Path) -> str:
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if (folder / STATE_FILE).exists():
-        recorded = read_state(folder).get("files") or {}
+        recorded = read_state(folder).get("files")
+        recorded = recorded if isinstance(recorded, dict) else {}
         digests = [str(recorded.get(path.name)) for path in files]
     else:
         digests = [sha256(path) for path in files]

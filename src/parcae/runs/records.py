@@ -8,18 +8,29 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from parcae.config import ConfigError
-from parcae.files import FileError, read_json
+from parcae.files import FileError, interpreting, read_json
 from parcae.recipe import read_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
+from parcae.schema import shorten
 
 Line = dict[str, Any]
 RunStatus = Literal["new", "started", "interrupted", "diverged", "finished"]
 FINAL_STATUSES: tuple[RunStatus, ...] = ("diverged", "finished")
 """A run with one of these has nothing left to do: to continue it would not change it."""
 TAIL_BYTES = 1 << 16
+Number = (int, float)
+RESULT_FIELDS = {
+    "status": str,
+    "steps": int,
+    "tokens": int,
+    "flops": Number,
+    "seconds": Number,
+    "validation": dict,
+}
+"""Fields of result.json that commands compute with, and their types."""
 
 
 def read_recipe_table(run: str | Path) -> dict[str, Any]:
@@ -39,9 +50,22 @@ def read_result(run: str | Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     result = read_json(path)
-    if not isinstance(result, dict):
-        raise FileError(f"{path}: not a JSON object. Was it edited?")
+    with interpreting(path, "Was it edited?"):
+        _check_result(result)
     return result if last_step(run) in (0, result.get("steps")) else None
+
+
+def _check_result(result: Any) -> None:
+    """Raise ValueError, or another error of a wrong type, unless it is what a run writes."""
+    for name, expected in RESULT_FIELDS.items():
+        value = result[name]
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise ValueError(f"{name} is {shorten(value)}")
+    if result["status"] not in get_args(RunStatus):
+        raise ValueError(f"status is {shorten(result['status'])}")
+    for loops, measured in result["validation"].items():
+        if int(loops) < 1 or not isinstance(measured["loss"], int | float | None):
+            raise ValueError(f"validation at {shorten(loops)} loops is {shorten(measured)}")
 
 
 def read_status(run: str | Path) -> RunStatus:
@@ -69,10 +93,10 @@ def read_metrics(run: str | Path) -> dict[str, list[Line]]:
     for number, line in rows:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == rows[-1][0]:
                 break
-            reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else f"{error}"
             raise FileError(
                 f"{path}, line {number}: not valid JSON ({reason}). Fix or delete that line."
             ) from None
@@ -96,6 +120,6 @@ def last_step(run: str | Path) -> int:
     for line in reversed(lines):
         try:
             return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
             continue  # cut off: it is being written
     return 0

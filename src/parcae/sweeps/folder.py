@@ -21,6 +21,8 @@ from parcae.data.shards import MANIFEST, read_manifest
 from parcae.evaluation.item_scores import scores_of_run
 from parcae.files import (
     FileError,
+    inside,
+    interpreting,
     is_in_use,
     read_json,
     read_sealed,
@@ -85,9 +87,11 @@ class SweepFolder:
         if not self.exists:
             raise FileError(f"{self.path}: not a sweep: {PLAN_FILE} is missing. Check the path.")
         tree = read_sealed(self.path / PLAN_FILE, "Use another folder.")
-        return tuple(
-            PlannedRun(**{**run, "recipe": recipe_from_tree(run["recipe"])}) for run in tree["runs"]
-        )
+        with interpreting(self.path / PLAN_FILE, "Use another folder."):
+            runs = [{**run, "recipe": recipe_from_tree(run["recipe"])} for run in tree["runs"]]
+            for run in runs:
+                inside(self.path / "runs", run["name"])
+            return tuple(PlannedRun(**run) for run in runs)
 
     def write_plan(self, runs: Iterable[PlannedRun]) -> None:
         trees = [
@@ -166,13 +170,11 @@ class SweepFolder:
 
     def read_failures(self) -> dict[str, str]:
         """By run: the error it ended in."""
-        path = self.path / FAILED_FILE
-        return read_json(path) if path.exists() else {}
+        return _read_texts(self.path / FAILED_FILE)
 
     def read_jobs(self) -> dict[str, str]:
         """By run: the id of its Slurm job."""
-        path = self.path / JOBS_FILE
-        return read_json(path) if path.exists() else {}
+        return _read_texts(self.path / JOBS_FILE)
 
     def record_start(self, name: str, job: str | None = None) -> None:
         """Forget the failure and the job of earlier attempts; `job` is the id of this one."""
@@ -198,6 +200,14 @@ class SweepFolder:
             write_table(self.table_file, table)
             write_table(self.path / PARQUET_FILE, table)
         return rows
+
+
+def _read_texts(path: Path) -> dict[str, str]:
+    """The texts by name in a JSON file; none where it does not exist."""
+    texts = read_json(path) if path.exists() else {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise FileError(f"{path}: not an object of texts. Remove it, or correct it.")
+    return texts
 
 
 def _set(path: Path, before: Mapping[str, str], name: str, value: str | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError, require
-from parcae.files import FileError, write_text
+from parcae.files import FileError, interpreting, write_text
 from parcae.recipe import flatten, merge, write_toml
 from parcae.runs import find_run, list_checkpoints, read_metrics, read_result, read_state
 from parcae.runs.layout import (
@@ -126,7 +126,10 @@ class TrainResult:
     def read(cls, folder: str | Path) -> TrainResult | None:
         """The result of a run; None while it has none."""
         tree = read_result(folder)
-        return None if tree is None else cls.from_plain(Path(folder), tree)
+        if tree is None:
+            return None
+        with interpreting(Path(folder) / RESULT_FILE, "Was it edited?"):
+            return cls.from_plain(Path(folder), tree)
 
 
 def train(
@@ -238,7 +241,7 @@ def _last_state(run: Path) -> dict[str, Any] | None:
             state = read_state(checkpoint)
         except FileError:
             continue
-        if "recipe" in state:
+        if isinstance(state.get("recipe"), dict) and isinstance(state.get("sources"), list):
             return state
     return None
 

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from parcae.config import ConfigError, ModelConfig
+from parcae.config import MAX_CONTEXT, MAX_LOOPS, ConfigError, ModelConfig
 from parcae.data.sources import ReadOptions
 from parcae.presets import model_from_table
 from parcae.recipe import build, check_tables, find_recipe, from_file, merge, plain
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
+MAX_ROWS = 1 << 22
 TABLES = ("model", "data", "optimiser", "schedule", "budget", "run", "start")
 
 
@@ -58,13 +59,17 @@ class DataConfig(Settings, table="data"):
         below=1,
     )
     global_batch: int = setting(
-        256, "rows of an optimiser step, over all devices and micro-batches", at_least=1
+        256,
+        "rows of an optimiser step, over all devices and micro-batches",
+        at_least=1,
+        at_most=MAX_ROWS,
     )
     micro_batch: int | None = setting(
         None,
         "rows that a device processes at once (unset: by its memory, at most 8,192 tokens on a CPU "
         "and 65,536 on CUDA)",
         at_least=1,
+        at_most=MAX_ROWS,
     )
     packing: Literal["best-fit", "concatenate"] = setting(
         "best-fit", "how documents fill rows: best-fit or concatenate"
@@ -74,7 +79,9 @@ class DataConfig(Settings, table="data"):
         "best-fit: cut documents longer than a row into several rows; false crops them, as the "
         "paper does",
     )
-    prefetch: int = setting(2, "batches prepared ahead in the background; 0 for none", at_least=0)
+    prefetch: int = setting(
+        2, "batches prepared ahead in the background; 0 for none", at_least=0, at_most=1024
+    )
     verify: bool = setting(True, "check the checksums of all shards before the first step")
 
     def check(self) -> None:
@@ -217,13 +224,16 @@ class RunConfig(Settings, table="run"):
         (),
         "loops to validate at (unset: 1, half the mean, the mean, twice the mean)",
         at_least=1,
+        at_most=MAX_LOOPS,
         was="validation_depths",
     )
-    validation_rows: int = setting(256, "rows to validate on", at_least=1)
+    validation_rows: int = setting(256, "rows to validate on", at_least=1, at_most=MAX_ROWS)
     telemetry_every: int = setting(
         50, "steps between measurements of the loop's state and matrices; 0 for never", at_least=0
     )
-    telemetry_rows: int = setting(4, "rows to measure the loop's state on", at_least=1)
+    telemetry_rows: int = setting(
+        4, "rows to measure the loop's state on", at_least=1, at_most=MAX_ROWS
+    )
     checkpoint_every: int = setting(
         500, "steps between checkpoints; 0 for only at the end", at_least=0
     )
@@ -232,7 +242,9 @@ class RunConfig(Settings, table="run"):
     sample_prompts: tuple[str, ...] = setting(
         (), "prompts to continue at several depths when the run ends, for the report"
     )
-    sample_tokens: int = setting(64, "tokens of such a continuation", at_least=1)
+    sample_tokens: int = setting(
+        64, "tokens of such a continuation", at_least=1, at_most=MAX_CONTEXT
+    )
     bad_steps_in_a_row: int = setting(
         20,
         "steps without a finite loss and gradient after which the run stops as diverged",

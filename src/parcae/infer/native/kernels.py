@@ -1,7 +1,9 @@
 """Compile, load and call the C++ library in this folder.
 
 The library is compiled when it is first needed and kept in the user's cache folder, under a name
-made of the source, the compiler and the CPU. Without a compiler decoding runs through PyTorch.
+made of the source, the compiler and the CPU, and of the checksum of its own content: a damaged one
+is compiled again. A cache folder that other users may write to is not used. Without a compiler
+decoding runs through PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import platform
 import shlex
 import shutil
 import subprocess
+import tempfile
+import warnings
 from array import array
 from collections.abc import Iterable
 from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
@@ -22,10 +26,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from parcae.files import atomic_path
+from parcae.files import atomic_path, sha256
 from parcae.infer.native.choice import Choices
 from parcae.infer.quantise import CACHE_LINE, Matrix
-from parcae.machine import cache_folder
+from parcae.machine import cache_folder, is_private
 
 SOURCE = Path(__file__).with_name("pass.cpp")
 FLAGS = (
@@ -43,6 +47,10 @@ MAX_TOKENS = 128
 
 class KernelsUnavailable(RuntimeError):
     """Why the C++ library is not available."""
+
+
+class UnsafeCache(KernelsUnavailable):
+    """Another user could have put a library into the cache folder."""
 
 
 def address(data: Tensor | array | None) -> int:
@@ -228,6 +236,9 @@ def _load() -> ctypes.CDLL | KernelsUnavailable:
         except OSError:  # damaged, or compiled for another machine
             path.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled()))
+    except UnsafeCache as problem:
+        warnings.warn(f"decoding runs through PyTorch: {problem}", stacklevel=2)
+        return problem
     except KernelsUnavailable as problem:
         return problem
     except (OSError, RuntimeError) as error:
@@ -246,15 +257,37 @@ def _compiled() -> Path:
     version = _run([compiler, "--version"])
     sources = (file.read_text() for file in sorted(SOURCE.parent.glob("*.[ch]*")))
     key = "\n".join((*sources, version, *flags(), _cpu()))
-    path = cache_folder() / f"pass-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with atomic_path(path) as temporary:
-                _compile(compiler, temporary)
-        except OSError as error:
-            raise KernelsUnavailable(f"{path} cannot be written ({error})") from None
+    folder, name = cache_folder(), f"pass-{_digest(key)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_private(folder)
+        for path in folder.glob(f"{name}-*.so"):
+            _check_private(path)
+            if path.stem == f"{name}-{sha256(path)}":
+                return path
+            path.unlink()  # to load a truncated library would end the process
+        with tempfile.TemporaryDirectory(prefix="parcae-") as temporary:
+            library = Path(temporary) / "pass.so"
+            _compile(compiler, library)
+            path = folder / f"{name}-{sha256(library)}.so"
+            with atomic_path(path) as copy:
+                shutil.copyfile(library, copy)
+                copy.chmod(0o700)  # whatever the umask
+    except OSError as error:
+        raise KernelsUnavailable(f"{folder} cannot be used ({error})") from None
     return path
+
+
+def _check_private(path: Path) -> None:
+    if not is_private(path):
+        raise UnsafeCache(
+            f"{path} belongs to another user, or others may write to it. "
+            "Remove it, or set XDG_CACHE_HOME to a folder of your own"
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _compile(compiler: str, target: Path) -> None:
@@ -272,7 +305,12 @@ def flags() -> list[str]:
 def _run(command: list[str]) -> str:
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT, check=True
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=COMPILE_TIMEOUT,
+            check=True,
         )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines()[:3]

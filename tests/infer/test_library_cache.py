@@ -1,0 +1,70 @@
+"""The cached C++ library: damaged ones are compiled again, and those of others are not loaded."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from conftest import tiny
+from parcae.infer.engine import Engine
+from parcae.infer.native import kernels
+from parcae.model import create
+
+COMPILER = """#!/bin/sh
+case "$1" in --version) printf 'compiler \\377 1.0\\n';; *) exec {compiler} "$@";; esac
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, with a compiler that only copies a small library."""
+    if kernels._compiler() is None:
+        pytest.skip("no C++ compiler")
+    source = tmp_path / "pass.cpp"
+    source.write_text('extern "C" int answer() { return 42; }')
+    monkeypatch.setattr(kernels, "SOURCE", source)
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(kernels, "cache_folder", lambda: folder)
+    kernels._load.cache_clear()
+    yield folder
+    kernels._load.cache_clear()
+
+
+def test_a_truncated_library_is_compiled_again(cache):
+    library = kernels._compiled()
+    whole = library.read_bytes()
+    assert kernels._compiled() == library
+    library.write_bytes(whole[:4096])
+    again = kernels._compiled()
+    assert again.read_bytes()[:4] == whole[:4]
+    assert len(again.read_bytes()) > 4096
+    assert kernels._load().answer() == 42
+
+
+@pytest.mark.parametrize("writable", ["folder", "library"])
+def test_a_library_that_others_may_write_is_not_loaded(cache, writable):
+    library = kernels._compiled()
+    (cache if writable == "folder" else library).chmod(0o777)
+    with pytest.warns(UserWarning, match="decoding runs through PyTorch.*others may write"):
+        assert isinstance(kernels._load(), kernels.UnsafeCache)
+    engine = Engine(create(tiny()))
+    assert len(engine.generate([5, 3], new_tokens=2, loops=2).tokens) == 2
+
+
+def test_a_library_of_another_user_is_not_loaded(cache, monkeypatch):
+    kernels._compiled()
+    if os.getuid() == 0:
+        os.chown(cache, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert isinstance(kernels._load(), kernels.UnsafeCache)
+
+
+def test_the_version_of_a_compiler_need_not_be_utf8(cache, tmp_path, monkeypatch):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(compiler=kernels._compiler()))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert kernels._load().answer() == 42
