@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
+.PHONY: demo test fuzz audit test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -40,6 +40,15 @@ test-portable: $(STAMP)  ## the numeric tests as on other CPUs and without a com
 
 test-sanitized: $(STAMP)  ## a thousand random models on kernels compiled with sanitizers: half an hour
 	scripts/test_sanitized.sh $(BIN)/python
+
+fuzz: $(STAMP)  ## files with random changes for every reader of outside data: 100,000 cases, about half an hour
+	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign --cases $(or $(CASES),100000)
+
+audit: $(STAMP)  ## compare the installed packages with the database of known vulnerabilities; needs the internet
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit || { echo "skipped: pip-audit cannot be installed"; exit 0; }; \
+	 $(BIN)/python -c 'import socket; socket.create_connection(("pypi.org", 443), 10)' 2>/dev/null || \
+	   { echo "skipped: the database of known vulnerabilities cannot be reached"; exit 0; }; \
+	 $(BIN)/pip-audit --local --skip-editable
 
 all-tests: $(STAMP)
 	$(PYTEST) --durations=25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -36,6 +37,25 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert path.read_text() == "old"
+    (left,) = tmp_path.glob(".*.tmp")
+    files._remove_abandoned.cache_clear()
+    files.write_text(tmp_path / "other.txt", "the next process removes what it left")
+    assert not left.exists()
+
+
+def test_temporary_files_that_may_be_in_use_stay(tmp_path):
+    old = tmp_path / f".old.txt.elsewhere-{2**22 + 1}.tmp"
+    kept = [
+        tmp_path / f".note.txt.elsewhere-{2**22 + 1}.tmp",  # of another machine
+        tmp_path / f".note.txt.{platform.node()}-{os.getppid()}.tmp",  # of a process that exists
+        tmp_path / ".notes.tmp",  # not one of ours
+    ]
+    for path in (old, *kept):
+        path.touch()
+    os.utime(old, (0, 0))
+    files.write_text(tmp_path / "note.txt", "text")
+    assert not old.exists()
+    assert all(path.exists() for path in kept)
 
 
 def test_unwritable_folder_is_a_clear_error(tmp_path):

@@ -25,6 +25,7 @@ from typing import Any
 
 from parcae.commands import lm_eval
 from parcae.config import ConfigError
+from parcae.console import printable
 from parcae.files import FileError
 from parcae.machine import SpinLimiter
 from parcae.registry import import_file, import_from_environment
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, FileError) as error:
         if os.environ.get("PARCAE_DEBUG"):
             raise
-        print(f"parcae: {error}", file=sys.stderr)
+        print(f"parcae: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("parcae: stopped.", file=sys.stderr)

@@ -33,8 +33,22 @@ SECONDS_BETWEEN_LINES = 10.0
 """Between two lines of progress where standard output or error is not a terminal."""
 
 
+_CONTROL = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
+}
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as \\x1b: names of files may contain what a terminal obeys."""
+    return text.translate(_CONTROL)
+
+
 class WideConsole(Console):
-    """A console that wraps and cuts nothing where the output is a pipe or a file."""
+    """A console that wraps and cuts nothing where the output is a pipe or a file, and that shows
+    control characters instead of sending them."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text), **options)
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -50,7 +64,7 @@ err = WideConsole(stderr=True)
 
 
 def print_text(text: str, *, console: Console | None = None, style: str | None = None) -> None:
-    """Print `text` as it is: no markup, no highlighting, no hard line breaks."""
+    """Print `text` as it is, but for control characters: no markup, no hard line breaks."""
     (console or out).print(
         text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True
     )
@@ -139,7 +153,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """
     has_header = any(columns)
     view = Table(
-        title=title,
+        title=printable(title),
         title_justify="left",
         title_style="bold",
         show_header=has_header,
@@ -149,7 +163,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for index, name in enumerate(columns):
         view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
-        view.add_row(*(Text(str(cell)) for cell in row))  # Text: a [bracket] is no markup
+        view.add_row(*(Text(printable(str(cell))) for cell in row))  # a [bracket] is no markup
     return view
 
 

@@ -205,7 +205,7 @@ def _check(value: Any, hint: Any, key: str, rules: Any) -> None:
         raise ConfigError(f"{key}: expected {expected}, got {shorten(value)}.")
     if plain in (int, float):
         limits = rules.get("range", Range())
-        if value not in limits or (plain is int and not -(1 << 63) <= value < 1 << 63):
+        if value not in limits or (isinstance(value, int) and plain is int and abs(value) >> 63):
             raise ConfigError(f"{key}: {shorten(value)} is out of range. It must be {limits}.")
     if rules.get("names") is not None:
         rules["names"].check(value, key)

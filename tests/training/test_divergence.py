@@ -11,6 +11,7 @@ import torch
 
 import parcae
 from parcae import cli
+from parcae.runs import list_checkpoints
 from parcae.training import learner as learner_module
 from parcae.training.distributed import Workers
 from parcae.training.divergence import Guard, diagnose
@@ -194,6 +195,24 @@ def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
     assert "the loop has diverged" in result.diagnosis
     kept = tmp_path / "run" / "checkpoints" / "step-00000006"
     assert all(p.isfinite().all() for p in parcae.load(kept).parameters())
+
+
+@pytest.mark.parametrize("steps", [4, 20])
+def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path):
+    """The loss and gradient of each step are finite; its update is not. With 4 steps the run ends
+    before the guard gives up."""
+    recipe = runs.recipe(
+        text,
+        optimiser={"lr": 1e38, "muon_lr": 1e38},
+        run={"checkpoint_every": 1, "bad_steps_in_a_row": 6, "telemetry_every": 0},
+        budget={"steps": steps},
+    )
+    run = tmp_path / "run"
+    result = train(recipe, run)
+    assert result.status == "diverged"
+    assert [line for line in runs.lines(run, "event", "what") if line[1] == "not saved"]
+    for checkpoint in list_checkpoints(run):
+        assert all(p.isfinite().all() for p in parcae.load(checkpoint).parameters())
 
 
 def seen(radius=0.7, norm=3.0, first=2.0):

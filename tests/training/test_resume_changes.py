@@ -15,7 +15,7 @@ from parcae.data.preparation import prepare
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 from parcae.recipe import write_toml
-from parcae.runs import list_checkpoints
+from parcae.runs import list_checkpoints, read_state
 from parcae.training.corpora import check_same_data, open_corpora
 from parcae.training.learner import Learner
 from parcae.training.run import read_recipe
@@ -96,6 +96,15 @@ def test_data_that_was_moved(how, killed, whole, shards, tmp_path, capsys, reque
     assert cli.main(["train", "--resume", str(run), *flags]) == 0
     assert runs.curve(run) == runs.curve(whole)
     assert read_recipe(run).data.sources == (str(after),)
+
+
+def test_another_number_of_threads_is_announced(killed, monkeypatch, capsys):
+    (checkpoint,) = list_checkpoints(killed)[-1:]
+    threads = torch.get_num_threads()
+    assert read_state(checkpoint)["threads"] == threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    parcae.train(killed, resume=True)
+    assert f"The run had {threads} threads and now has {threads + 1}" in capsys.readouterr().out
 
 
 def test_other_data_is_refused(killed, shards, tmp_path):

@@ -230,11 +230,15 @@ def _read_parquet(path: Path, options: ReadOptions, skip: int) -> Iterator[Recor
         with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
             yield from _read_row_groups(path, file, options, skip)
     except pa.ArrowException as error:
-        raise FileError(f"{path}: damaged, or not Parquet ({error}). Download it again.") from None
+        reason = " ".join(str(error).split())[:300]
+        raise FileError(f"{path}: damaged, or not Parquet ({reason}). Download it again.") from None
     except OSError as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{path}: damaged, or not readable ({error}). Download it again.") from None
+        reason = " ".join(str(error).split())[:300]
+        raise FileError(
+            f"{path}: damaged, or not readable ({reason}). Download it again."
+        ) from None
 
 
 def _read_row_groups(path: Path, file: Any, options: ReadOptions, skip: int) -> Iterator[Record]:

@@ -322,6 +322,10 @@ def read_manifest(folder: str | Path) -> Manifest:
     manifest = read_sealed(folder / MANIFEST, REMEDY)
     if manifest.get("format") != FORMAT:
         raise FileError(f"{folder / MANIFEST}: format is not {FORMAT}. {REMEDY}")
+    with interpreting(folder / MANIFEST, REMEDY):
+        PreparedFolder(folder, manifest).table()
+        for split in SPLITS:
+            fingerprint(manifest, split)
     return manifest
 
 

@@ -386,6 +386,10 @@ def _read_law(tree: dict[str, Any]) -> LawResult:
     if tree["draws"] is not None:
         columns = tree["draws"]["values"]
         values = {name: np.array(columns[name], dtype=float) for name in law.parameters}
+        if any(column.shape != (len(column),) for column in values.values()) or (
+            len({len(column) for column in values.values()}) > 1
+        ):
+            raise ValueError("the bootstrap samples of parameters differ in number")
         samples = BootstrapSamples(values, tree["draws"]["converged"])
     return LawResult(
         law=law,

@@ -115,7 +115,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except FileError:
         raise
     except (SafetensorError, OSError, ValueError) as error:
-        raise FileError(f"{path}: cannot be read ({error}). Is it truncated?") from None
+        reason = str(error)[:300]
+        raise FileError(f"{path}: cannot be read ({reason}). Is it truncated?") from None
 
 
 def _join(folder: Path, shards: Sequence[Path]) -> dict[str, Tensor]:

@@ -50,20 +50,22 @@ def read_result(run: str | Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     result = read_json(path)
+    if not isinstance(result, dict):
+        raise FileError(f"{path}: not a JSON object. Was it edited?")
     with interpreting(path, "Was it edited?"):
         _check_result(result)
     return result if last_step(run) in (0, result.get("steps")) else None
 
 
-def _check_result(result: Any) -> None:
-    """Raise ValueError, or another error of a wrong type, unless it is what a run writes."""
+def _check_result(result: Line) -> None:
+    """Raise an error of a wrong value or type unless the fields are as a run writes them."""
     for name, expected in RESULT_FIELDS.items():
-        value = result[name]
-        if not isinstance(value, expected) or isinstance(value, bool):
+        value = result.get(name)
+        if name in result and (not isinstance(value, expected) or isinstance(value, bool)):
             raise ValueError(f"{name} is {shorten(value)}")
     if result["status"] not in get_args(RunStatus):
         raise ValueError(f"status is {shorten(result['status'])}")
-    for loops, measured in result["validation"].items():
+    for loops, measured in result.get("validation", {}).items():
         if int(loops) < 1 or not isinstance(measured["loss"], int | float | None):
             raise ValueError(f"validation at {shorten(loops)} loops is {shorten(measured)}")
 

@@ -34,7 +34,7 @@ from parcae.laws.model_runs import assign_sets
 from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
-from parcae.runs.layout import TOKENIZER_FILE, shard_folders
+from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE, shard_folders
 from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
@@ -244,6 +244,9 @@ def rows_of(run: PlannedRun, folder: Path, set_name: str) -> list[dict[str, Any]
     result, recipe = read_result(folder), run.recipe
     if result is None or result["status"] != "finished":
         return []
+    missing = {"flops", "steps", "tokens", "validation"} - result.keys()
+    if missing:
+        raise FileError(f"{folder / RESULT_FILE}: no {min(missing)}. Was it edited?")
     scores, limit = scores_of_run(folder)
     common = {
         "set": set_name,
@@ -256,7 +259,7 @@ def rows_of(run: PlannedRun, folder: Path, set_name: str) -> list[dict[str, Any]
         "steps": result["steps"],
         **run.settings,
     }
-    rows = []
+    rows: list[dict[str, Any]] = []
     for loops, measured in sorted(result["validation"].items(), key=lambda pair: int(pair[0])):
         if measured["loss"] is not None and math.isfinite(measured["loss"]):
             rows.append(

@@ -119,7 +119,7 @@ def start_process(
         request.log.parent.mkdir(parents=True, exist_ok=True)
         log = request.log.open("ab")
     with log:
-        return subprocess.Popen(
+        return subprocess.Popen(  # noqa: S603 (this Python, no shell)
             command(request, processes),
             env=None if environment is None else dict(environment),
             stdin=subprocess.DEVNULL,

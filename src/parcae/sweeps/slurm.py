@@ -132,7 +132,9 @@ def submit(request: RunRequest, config: SlurmConfig, folder: Path) -> str:
 def job_states() -> dict[str, Literal["queued", "running"]]:
     """By job id: the state of every job of this user that has not ended."""
     command = ["squeue", "--noheader", f"--user={os.getuid()}", "--format=%i %T"]
-    squeue = subprocess.run(command, capture_output=True, text=True, check=False)
+    squeue = subprocess.run(  # noqa: S603 (constants and a user id, no shell)
+        command, capture_output=True, text=True, check=False
+    )
     if squeue.returncode != 0:
         raise FileError(f"squeue failed ({squeue.stderr.strip()}). Try again later.")
     pairs = (line.split() for line in squeue.stdout.splitlines() if line.strip())

@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
     training = [str(recipe), "--out", str(run)] if new else ["--resume", str(run)]
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     arguments = ["-m", *(torchrun if processes > 1 else []), module, "train", *training]
-    os.execv(sys.executable, [sys.executable, *arguments])
+    os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606 (this Python, no shell)
 
 
 def wait_until_free(run: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
@@ -156,6 +157,21 @@ class Learner:
                 return []
             return draw_samples(self.model, self.corpora.tokenizer, self.recipe)
 
+    def non_finite(self) -> str | None:
+        """A message about the first tensor of the model or optimiser that is not finite.
+
+        Of the shards of this process.
+        """
+        for kind, tensors in (
+            ("weight", self.model.state_dict()),
+            ("optimiser state", self.optimiser.tensors()),
+        ):
+            for name, tensor in tensors.items():
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if local.is_floating_point() and not local.isfinite().all():
+                    return f"the {kind} {name} is not finite"
+        return None
+
     def snapshot(self, counters: dict[str, Any]) -> Snapshot:
         return Snapshot(
             step=self.step,
@@ -164,6 +180,7 @@ class Learner:
             header=header(self.recipe.model),
             state={
                 "processes": self.workers.size,
+                "threads": torch.get_num_threads(),
                 "seed": self.recipe.run.seed,
                 "recipe": plain_recipe(self.recipe),
                 "sources": self.corpora.fingerprints(),

@@ -15,11 +15,11 @@ import torch
 from parcae import console
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, exclusive, write_json
+from parcae.files import FileError, exclusive, interpreting, write_json
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
-from parcae.runs.layout import RESULT_FILE, list_steps
+from parcae.runs.layout import RESULT_FILE, STATE_FILE, checkpoint_path, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
 from parcae.training.data_use import use_of_loader
@@ -179,8 +179,8 @@ class Trainer:
                     status = "interrupted"
             if status == "finished" and self.learner.step not in self.validated:
                 self._validate()
-            if status != "diverged":
-                self._save()
+            if status != "diverged" and not self._save():
+                status, diagnosis = "diverged", self._diagnose()
             self.checkpoints.wait()
         return self._finish(status, diagnosis)
 
@@ -301,7 +301,16 @@ class Trainer:
         """The validation loss by which the best checkpoint is chosen: at the mean of training."""
         return losses[self.recipe.model.loop.nominal_loops].loss
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Save a checkpoint, unless weights are not finite: the last one then stays the newest.
+
+        Returns whether it was saved.
+        """
+        problem = self.learner.non_finite()
+        if self.workers.any(problem is not None):
+            reason = problem or "a tensor of another process is not finite"
+            self._event("not saved", f"{reason}, so this step is not saved")
+            return False
         losses = self.validated.get(self.learner.step)
         counters = {
             "seconds": self.seconds,
@@ -314,6 +323,7 @@ class Trainer:
             "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
+        return True
 
     def resume(self) -> None:
         """Continue from the newest intact checkpoint; without any, from the beginning."""
@@ -326,7 +336,21 @@ class Trainer:
             self.display.print(f"{problem} Going back to step {step}.")
         learner = self.learner
         state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
-        learner.restore(step, state)
+        with interpreting(checkpoint_path(self.out, step) / STATE_FILE, "Was it edited?"):
+            self._restore(step, state)
+        threads, before = torch.get_num_threads(), state.get("threads")
+        if self.workers.device.type == "cpu" and before not in (None, threads):
+            self.display.print(
+                f"The run had {before} threads and now has {threads}: sums are rounded "
+                "differently, so it continues as a run like this one, but not bit for bit. "
+                f"OMP_NUM_THREADS={before} would."
+            )
+        self.workers.barrier()  # the others may still be reading
+        self.checkpoints.set_aside_after(step)
+
+    def _restore(self, step: int, state: dict[str, Any]) -> None:
+        """Set all but the tensors from the contents of state.json."""
+        self.learner.restore(step, state)
         self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
         self.training_seconds = state.get("training_seconds", self.seconds)
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
@@ -336,8 +360,6 @@ class Trainer:
         self.first_telemetry = state.get("first_telemetry", state.get("first_look"))
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
         self.validated = {step: losses} if losses else {}
-        self.workers.barrier()  # the others may still be reading
-        self.checkpoints.set_aside_after(step)
 
     def _diagnose(self) -> str:
         telemetry = self.learner.measure_telemetry()
@@ -445,11 +467,15 @@ class Trainer:
         early = self.learner.total is not None and self.learner.step < self.learner.total
         limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
         duration = console.format_duration(self.seconds)
+        bad_steps = self.recipe.run.bad_steps_in_a_row
+        cause = "its weights are not finite"
+        if self.learner.guard.has_diverged:
+            cause = f"no finite loss or gradient for {bad_steps} steps"
         messages = {
             "finished": f"Finished in {duration}{limit if early else ''}: {self.out}",
             "interrupted": f"Stopped at step {self.learner.step}; saved. Continue with: {resume}",
-            "diverged": f"Diverged at step {self.learner.step}: no finite loss or gradient for "
-            f"{self.recipe.run.bad_steps_in_a_row} steps. {diagnosis} Saved: {where}.",
+            "diverged": f"Diverged at step {self.learner.step}: {cause}. {diagnosis} "
+            f"Saved: {where}.",
         }
         if status == "diverged":
             self._event("diverged", str(diagnosis))

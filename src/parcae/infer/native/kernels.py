@@ -304,7 +304,7 @@ def flags() -> list[str]:
 
 def _run(command: list[str]) -> str:
     try:
-        result = subprocess.run(
+        result = subprocess.run(  # noqa: S603 (the user's own compiler)
             command,
             capture_output=True,
             encoding="utf-8",
