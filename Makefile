@@ -17,6 +17,7 @@ help:  ## list the targets
 $(RUNS): pyproject.toml
 	@echo "Installing parcae and its dependencies into $(VENV): 1.3 GB, about two minutes ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/ci.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $(RUNS)
 

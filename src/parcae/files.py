@@ -185,7 +185,7 @@ def inside(folder: Path, name: object) -> Path:
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a loop of links
             if path.resolve().is_relative_to(folder.resolve()) and ".." not in Path(name).parts:
                 return path
-    raise FileError(f"{folder}: {name!r} is named as a file of it, but is not in it.")
+    raise FileError(f"{folder}: {name!r:.200} is named as a file of it, but is not in it.")
 
 
 def write_sealed(path: str | Path, value: dict[str, Any]) -> None:

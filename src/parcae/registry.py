@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from parcae.schema import ConfigError, suggest
+from parcae.schema import ConfigError, shorten, suggest
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Registry:
             hint = suggest(str(name), self.names)
             hint = known if hint.startswith("Known") else f"{hint} {known}"
             raise ConfigError(
-                f"{key}: {name!r} is not a known {self.kind}. {hint} "
+                f"{key}: {shorten(name)} is not a known {self.kind}. {hint} "
                 f"If a file of yours registers it, name that file with --import FILE."
             )
 

@@ -167,8 +167,9 @@ class Tokenizer:
                 f"{path}: no such tokenizer. Create one with `parcae tokenizer train`."
             ) from None
         except Exception as error:  # tokenizers raises bare Exception
+            reason = str(error)[:300]
             raise FileError(
-                f"{path}: not a valid tokenizer.json ({error}). Is it truncated?"
+                f"{path}: not a valid tokenizer.json ({reason}). Is it truncated?"
             ) from None
 
     def save(self, path: str | Path) -> None:
@@ -247,7 +248,7 @@ class Tokenizer:
                 return encoder.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # a pattern in the file that never ends on some texts
             raise FileError(
-                f"{self.name}: the tokenizer cannot encode this text ({error}). "
+                f"{self.name}: the tokenizer cannot encode this text ({str(error)[:300]}). "
                 "Use another tokenizer."
             ) from None
 

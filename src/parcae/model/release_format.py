@@ -129,7 +129,8 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
     except ConfigError as error:
         raise FileError(f"{folder / 'config.json'}: {error}") from None
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        raise FileError(f"{folder / 'config.json'}: missing or malformed key: {error}.") from None
+        reason = str(error)[:300]
+        raise FileError(f"{folder / 'config.json'}: missing or malformed key: {reason}.") from None
     if config.tied_embeddings:
         head = weights.pop("head.weight", None)
         if head is not None and not torch.equal(head, weights.get("embed.weight", head)):
@@ -157,7 +158,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     except FileError:
         raise
     except Exception as error:  # torch.load raises errors of all kinds for damaged files
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise FileError(f"{path}: cannot be read as plain tensors ({reason}).") from None
     if not isinstance(tensors, dict) or not all(map(_is_plain, tensors.values())):
         raise FileError(f"{path}: not a dictionary of plain tensors.")

@@ -139,7 +139,7 @@ def _join(folder: Path, shards: Sequence[Path]) -> dict[str, Tensor]:
             warnings.simplefilter("ignore")  # that there is one process is known
             load_shards(weights, storage_reader=reader, no_dist=True)
     except Exception as error:  # of any kind, where names or headers are not as it writes them
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1][:300]
         raise FileError(f"{folder}: its shards of weights cannot be read ({reason}).") from None
     return weights
 

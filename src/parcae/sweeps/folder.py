@@ -91,6 +91,12 @@ class SweepFolder:
             runs = [{**run, "recipe": recipe_from_tree(run["recipe"])} for run in tree["runs"]]
             for run in runs:
                 inside(self.path / "runs", run["name"])
+                if not (
+                    isinstance(run["settings"], dict)
+                    and isinstance(run["model"], str)
+                    and isinstance(run["budget"], int | float | None)
+                ):
+                    raise ValueError(f"the model, budget or settings of {run['name']}")
             return tuple(PlannedRun(**run) for run in runs)
 
     def write_plan(self, runs: Iterable[PlannedRun]) -> None:
