@@ -155,7 +155,7 @@ def test_what_a_kill_leaves_in_a_new_folder_is_ours(
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    for name in (".lock", ".progress.json.123.tmp", ".train-00000.shard.tmp"):
+    for name in (".lock", ".progress.json.host.name-123.tmp", ".train-00000.shard.tmp"):
         (folder / name).write_text("half")
     write_shards(work_on(source, tokenizer), folder)
     assert not list(folder.glob(".*.tmp"))

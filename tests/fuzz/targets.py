@@ -117,7 +117,8 @@ def write_shards(folder: Path) -> None:
 
 def read_manifest(folder: Path) -> None:
     documents = ShardedDocuments.open(folder, verify=True)
-    PreparedFolder(folder, documents.manifest).table()
+    if "totals" in documents.manifest:
+        PreparedFolder(folder, documents.manifest).table()
 
 
 def read_shard(folder: Path) -> None:

@@ -73,7 +73,7 @@ from parcae.files import (
 
 PROGRESS = "progress.json"
 LEFTOVER = re.compile(
-    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.\d+)?\.tmp"
+    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.(.+-)?\d+)?\.tmp"
 )
 """Names of temporary files that a killed process leaves."""
 SHARD_TOKENS = 1 << 26

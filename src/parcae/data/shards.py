@@ -323,7 +323,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     if manifest.get("format") != FORMAT:
         raise FileError(f"{folder / MANIFEST}: format is not {FORMAT}. {REMEDY}")
     with interpreting(folder / MANIFEST, REMEDY):
-        PreparedFolder(folder, manifest).table()
+        if "totals" in manifest:
+            PreparedFolder(folder, manifest).table()
         for split in SPLITS:
             fingerprint(manifest, split)
     return manifest
