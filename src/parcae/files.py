@@ -182,7 +182,8 @@ def inside(folder: Path, name: object) -> Path:
     """
     if isinstance(name, str) and name and "\0" not in name and not Path(name).is_absolute():
         path = folder / name
-        with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: a loop of links
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, a loop of links
+            path.exists()  # an error if its name is too long
             if path.resolve().is_relative_to(folder.resolve()) and ".." not in Path(name).parts:
                 return path
     raise FileError(f"{folder}: {name!r:.200} is named as a file of it, but is not in it.")

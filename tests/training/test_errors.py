@@ -58,7 +58,10 @@ WRONG = [
     ({"budget": {"steps": -5}}, "budget.steps: -5 is out of range. It must be above 0."),
     ({"budget": {"steps": 2.5}}, "budget.steps: expected a whole number"),
     ({"budget": {"at_most_minutes": 0}}, "budget.at_most_minutes: 0 is out of range"),
-    ({"data": {"global_batch": 0}}, "data.global_batch: 0 is out of range. It must be at least 1."),
+    (
+        {"data": {"global_batch": 0}},
+        "data.global_batch: 0 is out of range. It must be at least 1 and at most 4,194,304.",
+    ),
     ({"data": {"weights": [-1.0]}}, "data.weights: -1.0 is out of range. It must be above 0."),
     ({"data": {"weights": [1.0, 2.0]}}, "data.weights: 2 weights for 1 sources"),
     ({"data": {"validation_fraction": 1.0}}, "data.validation_fraction: 1.0 is out of range"),

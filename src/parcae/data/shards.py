@@ -369,9 +369,9 @@ def map_shard(
         if not condition:
             raise FileError(_damaged(path, problem, remedy))
 
-    with interpreting(folder / MANIFEST, remedy):
-        dtype, preparation = np.dtype(manifest["dtype"]), manifest["preparation"]
-    require(dtype in TOKEN_DTYPES, f"dtype {dtype} is none of tokens")
+    kind, preparation = manifest.get("dtype"), manifest.get("preparation")
+    require(kind in TOKEN_DTYPES, f"dtype {shorten(kind)} is none of tokens")
+    dtype = np.dtype(kind)
     require(path.is_file(), "missing")
     size = path.stat().st_size
     require(size == record.bytes, f"{size:,} bytes instead of {shorten(record.bytes)}")

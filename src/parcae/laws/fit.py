@@ -356,7 +356,8 @@ def read_fit(path: str | Path) -> dict[str, ModelLaws]:
     try:
         return {name: _read_model(name, model["fitted"]) for name, model in tree["models"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{path}: not a fit ({type(error).__name__}: {error}). {REMEDY}") from None
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise FileError(f"{path}: not a fit ({reason}). {REMEDY}") from None
 
 
 def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
