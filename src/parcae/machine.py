@@ -152,9 +152,9 @@ class SpinLimiter:
 
     def _watch(self) -> None:
         team: _IdleTeam | None = None
-        before, then = seconds_without_core() or 0.0, time.perf_counter()
+        before, then = seconds_without_core() or 0.0, time.monotonic()
         while not self._end.wait(self.SECONDS):
-            waited, now = seconds_without_core() or 0.0, time.perf_counter()
+            waited, now = seconds_without_core() or 0.0, time.monotonic()
             share = (waited - before) / (now - then)
             before, then = waited, now
             if team is None and share > self.BUSY:
