@@ -75,8 +75,9 @@ class Choice:
 
     def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
         """In the chat format, with the offset in the text that the older format has."""
-        offset = self._characters
+        before = self._characters
         self._characters += len(self._decoder.decode(self.texts.bytes(entry.token)))
+        offset = max(before, self._characters - len(self.texts(entry.token)))
         likeliest = [self._token(token, logprob) for token, logprob in entry.alternatives]
         return {
             **self._token(entry.token, entry.logprob),

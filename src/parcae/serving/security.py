@@ -122,7 +122,8 @@ class Security:
         if not self.api_keys or path in PUBLIC_PATHS:
             return 0
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key) for key in self.api_keys]
+        content = given.strip().encode("latin-1")  # as it was sent
+        matches = [hmac.compare_digest(content, key) for key in self.api_keys]
         if scheme.lower() != "bearer" or not any(matches):
             message = "A valid API key is needed: Authorization: Bearer KEY."
             raise ApiError(401, message, code="invalid_api_key")

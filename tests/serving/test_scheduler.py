@@ -1,0 +1,289 @@
+"""The scheduler without HTTP: order, refusals, cancellation, exceptions, shutdown."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from oracles import text_model, tokenizer
+from parcae.infer.engine import Engine
+from parcae.infer.exit import EXIT_RULES, register_exit_rule
+from parcae.serving.metrics import Metrics
+from parcae.serving.protocol import ApiError
+from parcae.serving.scheduler import FairQueue, Job, Scheduler
+from parcae.serving.settings import ServerSettings
+
+OPTIONS = (
+    {"loops": 1},
+    {"loops": 4, "exit": "state:0.5"},
+    {"loops": 3, "draft_loops": 1},
+    {"loops": 2, "logprobs": 2},
+)
+
+
+class Served:
+    """A scheduler whose steps wait for `run`, and what its jobs have emitted."""
+
+    def __init__(self, gated: bool = False, **settings) -> None:
+        limits = ServerSettings(**{"rows": 4, "max_choices": 1, **settings})
+        self.engine = Engine(text_model(), tokenizer(), rows=limits.rows, prefill_tokens=8)
+        self.events: dict[Job, queue.Queue] = {}
+        self.ended: list[Job] = []
+        self._gate = threading.Semaphore(0)
+        if gated:
+            step = self.engine.step
+            self.engine.step = lambda: (self._gate.acquire(), step())[1]  # type: ignore
+        self.scheduler = Scheduler(self.engine, limits, Metrics())
+
+    def run(self, steps: int = 1000) -> None:
+        self._gate.release(steps)
+
+    def job(self, prompt: str = "def ", client: str = "", seconds=60.0, **options) -> Job:
+        request = self.engine.request(prompt, **{"new_tokens": 5, "loops": 2, **options})
+        events: queue.Queue = queue.Queue()
+
+        def emit(event) -> None:
+            if isinstance(event, ApiError) or event.finish:
+                self.ended.append(job)
+            events.put(event)
+
+        job = Job(request, emit, client, seconds)
+        self.events[job] = events
+        return job
+
+    def submit(self, *arguments, **options) -> Job:
+        job = self.job(*arguments, **options)
+        self.scheduler.submit([job])
+        return job
+
+    def start(self, *jobs: Job) -> None:
+        """Submit jobs together and wait until they are in the engine."""
+        self.scheduler.submit(jobs)
+        wait_until(lambda: self.scheduler.running == len(jobs))
+
+    def text(self, job: Job) -> str:
+        """All that a job emitted; its error is raised."""
+        text = ""
+        while True:
+            event = self.events[job].get(timeout=60)
+            if isinstance(event, ApiError):
+                raise event
+            text += "".join(piece.text for piece in event.pieces)
+            if event.finish:
+                assert self.events[job].empty()
+                return text
+
+
+@pytest.fixture
+def served():
+    made: list[Served] = []
+
+    def make(**options) -> Served:
+        made.append(Served(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.run()
+        one.scheduler.close()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_texts_are_those_of_the_engine_whatever_runs_beside_them(served, plain_engine):
+    one = served()
+    cases = [("def main(", {"seed": n, "new_tokens": 3 + n, **OPTIONS[n % 4]}) for n in range(12)]
+    jobs = [one.submit(prompt, client=str(n % 3), **o) for n, (prompt, o) in enumerate(cases)]
+    for job, (prompt, options) in zip(jobs, cases, strict=True):
+        assert one.text(job) == plain_engine.generate(prompt, **options).text
+
+
+def test_clients_are_served_in_turn(served):
+    one = served(rows=1, gated=True)
+    first = one.submit(client="a", new_tokens=1)
+    wait_until(lambda: one.scheduler.running)
+    many = [one.submit(client="a", new_tokens=1) for _ in range(3)]
+    other = [one.submit(client="b", new_tokens=1) for _ in range(2)]
+    one.run()
+    wait_until(lambda: len(one.ended) == 6)
+    expected = [first, many[0], other[0], many[1], other[1], many[2]]
+    assert [one.ended.index(job) for job in expected] == list(range(6))
+
+
+def test_a_full_queue_refuses_the_client_with_most_jobs():
+    waiting = FairQueue(3)
+    engine = Engine(text_model(), tokenizer())
+    request = engine.request("a", loops=1)
+    many = [Job(request, print, "many") for _ in range(4)]
+    few = [Job(request, print, "few") for _ in range(3)]
+    assert [waiting.add(job) for job in many] == [None, None, None, many[3]]
+    assert waiting.add(few[0]) is many[2], "its client has fewer"
+    assert waiting.add(few[1]) is few[1], "each would have as many"
+    assert [waiting.pop() for _ in range(4)] == [many[0], few[0], many[1], None]
+
+
+def test_the_queue_is_bounded_and_all_or_none(served):
+    one = served(rows=1, gated=True, max_waiting=2)
+    running = one.submit()
+    wait_until(lambda: one.scheduler.running)
+    waiting = one.submit()
+    with pytest.raises(ApiError) as error:
+        one.scheduler.submit([one.job(), one.job()])
+    assert (error.value.status, error.value.headers["Retry-After"]) == (429, "2")
+    assert one.scheduler.waiting == 1
+    assert one.scheduler.metrics.refused == 1
+    one.run()
+    assert one.text(running) == one.text(waiting)
+
+
+def test_cancelled_jobs_free_their_place(served):
+    one = served(rows=1, gated=True)
+    running, waiting, last = (one.submit(new_tokens=40), one.submit(), one.submit())
+    wait_until(lambda: one.scheduler.running)
+    one.scheduler.cancel([running, waiting])
+    one.run()
+    assert one.text(last)
+    assert one.ended == [last]
+    assert one.engine.running == one.engine.waiting == 0
+
+
+def test_a_job_that_waits_too_long_is_refused(served):
+    one = served(rows=1, gated=True, queue_seconds=0.02)
+    running = one.submit()
+    wait_until(lambda: one.scheduler.running)
+    waiting = one.submit()
+    time.sleep(0.03)
+    one.run()
+    with pytest.raises(ApiError, match="waited too long") as error:
+        one.text(waiting)
+    assert error.value.status == 429
+    assert one.text(running)
+
+
+def test_a_job_that_takes_too_long_ends(served):
+    one = served(gated=True)
+    late, other = one.job(seconds=0.5, new_tokens=40), one.job()
+    one.start(late, other)
+    time.sleep(0.5)
+    one.run()
+    with pytest.raises(ApiError) as error:
+        one.text(late)
+    assert error.value.status == 504
+    assert one.text(other)
+    assert one.engine.running == 0
+
+
+@pytest.fixture
+def failing_rule():
+    def fail(step, threshold):
+        raise ValueError("secret")
+
+    register_exit_rule("fails", fail)
+    yield "fails:1"
+    del EXIT_RULES._registered["fails"]
+
+
+def test_an_exception_fails_only_the_job_at_fault(served, plain_engine, failing_rule):
+    one = served(gated=True)
+    cases = [{"seed": n, "new_tokens": 8, "temperature": 1.0} for n in range(3)]
+    jobs, faulty = [one.job(**options) for options in cases], one.job(exit=failing_rule)
+    one.start(*jobs, faulty)
+    one.run()
+    for job, options in zip(jobs, cases, strict=True):
+        assert one.text(job) == plain_engine.generate("def ", loops=2, **options).text
+    with pytest.raises(ApiError) as error:
+        one.text(faulty)
+    assert (error.value.status, error.value.code) == (500, "engine_error")
+    assert "secret" not in str(error.value)
+    assert one.scheduler.metrics.retries == 4
+    assert one.scheduler.metrics.failures == 1
+    assert one.text(one.submit()), "the engine serves on"
+
+
+@pytest.mark.parametrize("part", ["pass", "step"])
+def test_tokens_are_handed_out_once_if_a_job_runs_again(served, plain_engine, part):
+    one = served(gated=True)
+    target, name = (one.engine.network, "forward") if part == "pass" else (one.engine, "_decode")
+    original, calls = getattr(target, name), []
+
+    def fail_once(*arguments, **options):
+        calls.append(name)
+        if len(calls) == 6:
+            raise MemoryError
+        return original(*arguments, **options)
+
+    setattr(target, name, fail_once)
+    cases = [{"seed": n, "new_tokens": 9, "logprobs": 1} for n in range(3)]
+    jobs = [one.job(**options) for options in cases]
+    one.start(*jobs)
+    one.run()
+    for job, options in zip(jobs, cases, strict=True):
+        assert one.text(job) == plain_engine.generate("def ", loops=2, **options).text
+        assert len(job.emitted) == 9
+    assert one.scheduler.metrics.retries >= 2
+
+
+def test_a_broken_thread_answers_everyone(served):
+    one = served(gated=True)
+
+    def broken(*arguments):
+        raise OSError
+
+    one.scheduler.metrics.count_step = broken
+    jobs = [one.submit() for _ in range(6)]
+    one.run()
+    for job in jobs:
+        with pytest.raises(ApiError):
+            one.text(job)
+    assert one.scheduler.state == "failed"
+    with pytest.raises(ApiError):
+        one.submit()
+
+
+def test_draining_finishes_what_has_begun(served):
+    one = served(rows=1, gated=True)
+    running = one.submit()
+    wait_until(lambda: one.scheduler.running)
+    waiting = one.submit()
+    closing = threading.Thread(target=one.scheduler.close, args=(60,))
+    closing.start()
+    with pytest.raises(ApiError) as error:
+        one.text(waiting)
+    assert error.value.status == 503
+    with pytest.raises(ApiError):
+        one.submit()
+    one.run()
+    assert one.text(running)
+    closing.join(60)
+    assert one.scheduler.state == "closed"
+
+
+def test_closing_at_once_ends_running_jobs(served):
+    one = served(gated=True)
+    running = one.submit(new_tokens=40)
+    wait_until(lambda: one.scheduler.running)
+    one.run(2)
+    closing = threading.Thread(target=one.scheduler.close)
+    closing.start()
+    wait_until(lambda: one.scheduler.state == "closed")
+    one.run()
+    with pytest.raises(ApiError, match="stopping"):
+        one.text(running)
+    closing.join(60)
+    assert one.engine.running == 0
+
+
+def test_a_job_that_memory_has_no_room_for_is_refused(served, monkeypatch):
+    one = served()
+    one.engine.cache.max_bytes = 1000
+    with pytest.raises(ApiError) as error:
+        one.text(one.submit())
+    assert (error.value.status, error.value.code) == (429, "busy")

@@ -1,0 +1,166 @@
+"""The process: signals, restarts, the command and the files that deploy it."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from oracles import text_model, tokenizer
+from parcae.cli import main, parser
+from parcae.model.store import save
+from parcae.serving import models
+from parcae.serving.settings import ServerSettings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save(text_model(), folder)
+    tokenizer().save(folder / "tokenizer.json")
+    return folder
+
+
+def start(folder: Path, *options: str) -> tuple[subprocess.Popen, str]:
+    command = [sys.executable, "-m", "parcae", "serve", f"one={folder}", f"two={folder}", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("Serving on http://"), process.communicate()
+    return process, line.split()[2]
+
+
+@contextmanager
+def running(folder: Path, *options: str):
+    process, url = start(folder, *options)
+    try:
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def text(url: str) -> str:
+    body = {"prompt": "def ", "max_tokens": 4, "seed": 1, "model": "two"}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_a_killed_server_that_is_restarted_serves_again_and_drains(folder, plain_engine):
+    with running(folder, "--port", "0") as (process, url):
+        expected = text(url)
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+        with pytest.raises(httpx.TransportError):
+            text(url)
+    with running(folder, "--port", str(httpx.URL(url).port)) as (process, again):
+        assert again == url
+        assert text(url) == expected
+        body = {"prompt": "a", "max_tokens": 60, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]", "what has begun is finished"
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_at_once(folder):
+    with running(folder, "--port", "0", "--rows", "1") as (process, url):
+        body = {"prompt": ["a"] * 16, "max_tokens": 60, "num_loops": 16}
+
+        def post() -> None:
+            with pytest.raises(httpx.TransportError):
+                for _ in range(100):
+                    httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+        thread.join()
+
+
+def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PARCAE_API_KEY", raising=False)
+    (tmp_path / "keys").write_text("\n")
+    for arguments, message in (
+        (["demo"], "`make demo` trains it"),
+        (["nowhere"], "nowhere"),
+        ([str(folder), "--host", "0.0.0.0"], "there is no API key"),
+        ([str(folder), str(folder)], "two have the same name"),
+        ([str(folder), "--rows", "0"], "rows"),
+        ([str(folder), "--max-choices", "500"], "do not fit in a queue"),
+        ([str(folder), "--api-key-file", "keys"], "no key"),
+    ):
+        assert main(["serve", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_every_setting_is_an_option():
+    arguments = parser().parse_args(["serve", "demo"])
+    for name, value in vars(ServerSettings()).items():
+        assert getattr(arguments, name) == value
+
+
+def test_names_of_models(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "out/demo/run")
+    served = models.open_models(["demo", f"b={folder}", folder], ServerSettings(cache_gb=0.1))
+    try:
+        assert list(served) == ["demo", "b", folder.name]
+        assert served["b"].card()["parcae"]["looped"]
+    finally:
+        for model in served.values():
+            model.scheduler.close()
+
+
+def test_the_systemd_unit_starts_a_valid_command():
+    path = ROOT / "deploy/parcae.service"
+    unit = configparser.ConfigParser(strict=True, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read_string(path.read_text())
+    service = unit["Service"]
+    _, *arguments = shlex.split(service["ExecStart"])
+    parsed = parser().parse_args(arguments)
+    assert parsed.api_key_file is not None
+    assert service["Restart"] == "always"
+    assert float(service["TimeoutStopSec"]) > ServerSettings().drain_seconds
+    if tool := shutil.which("systemd-analyze"):
+        answer = subprocess.run([tool, "verify", path], capture_output=True, text=True)
+        problems = [line for line in answer.stderr.splitlines() if "not executable" not in line]
+        assert not [line for line in problems if "parcae.service:" in line]
+
+
+def test_the_containerfile_copies_what_exists_and_starts_a_valid_command():
+    lines = (ROOT / "deploy/Containerfile").read_text().splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    assert steps[0][0] == "FROM"
+    for name, rest in steps:
+        if name == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+    values = dict(steps)
+    entry, command = json.loads(values["ENTRYPOINT"]), json.loads(values["CMD"])
+    assert parser().parse_args([*entry[1:], *command]).host == "0.0.0.0"
+    assert any('".[serve]"' in rest for _, rest in steps)
