@@ -18,7 +18,7 @@ $(RUNS): pyproject.toml
 	@echo "Installing parcae and its dependencies into $(VENV): 1.3 GB, about two minutes ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/ci.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]'
 	touch $(RUNS)
 
 $(STAMP): $(RUNS)

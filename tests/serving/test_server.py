@@ -9,18 +9,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from oracles import text_model, tokenizer
 from parcae.cli import main, parser
 from parcae.model.store import save
 from parcae.serving import models
+from parcae.serving.server import Server
 from parcae.serving.settings import ServerSettings
+from serving_fixtures import make_app
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,22 +83,17 @@ def test_a_killed_server_that_is_restarted_serves_again_and_drains(folder, plain
         assert process.stderr.read() == ""
 
 
-@pytest.mark.slow
-def test_a_second_signal_ends_at_once(folder):
-    with running(folder, "--port", "0", "--rows", "1") as (process, url):
-        body = {"prompt": ["a"] * 16, "max_tokens": 60, "num_loops": 16}
-
-        def post() -> None:
-            with pytest.raises(httpx.TransportError):
-                for _ in range(100):
-                    httpx.post(f"{url}/v1/completions", json=body, timeout=60)
-
-        thread = threading.Thread(target=post)
-        thread.start()
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
-        thread.join()
+def test_the_first_signal_drains_and_the_second_ends_at_once(monkeypatch):
+    app = make_app()
+    scheduler = app.state.models["tiny"].scheduler
+    server = Server(uvicorn.Config(app), app, None)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    server.handle_exit(signal.SIGTERM, None)
+    assert (server.should_exit, server.force_exit) == (True, False)
+    assert scheduler.state == "draining"
+    server.handle_exit(signal.SIGTERM, None)
+    assert server.force_exit
+    scheduler.close()
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, folder):

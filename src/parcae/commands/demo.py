@@ -129,6 +129,7 @@ def _explain(
         f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as "
         "often as it needs; without a prompt, an interactive session)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
+        f"          parcae serve {folder}  (an API and a page in the browser)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"
         "          docs/tour.md, docs/training.md\n"
