@@ -144,7 +144,7 @@ def test_errors_and_logs_contain_no_prompt_path_or_trace(caplog, monkeypatch):
 
 @pytest.mark.parametrize(
     ("host", "expected"),
-    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],  # noqa: S104
 )
 def test_other_addresses_need_a_key(host, expected):
     assert is_loopback(host) == expected

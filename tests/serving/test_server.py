@@ -103,7 +103,7 @@ def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, fol
     for arguments, message in (
         (["demo"], "`make demo` trains it"),
         (["nowhere"], "nowhere"),
-        ([str(folder), "--host", "0.0.0.0"], "there is no API key"),
+        ([str(folder), "--host", "0.0.0.0"], "there is no API key"),  # noqa: S104
         ([str(folder), str(folder)], "two have the same name"),
         ([str(folder), "--rows", "0"], "rows"),
         ([str(folder), "--max-choices", "500"], "do not fit in a queue"),
@@ -159,5 +159,5 @@ def test_the_containerfile_copies_what_exists_and_starts_a_valid_command():
             assert all((ROOT / source).exists() for source in rest.split()[:-1])
     values = dict(steps)
     entry, command = json.loads(values["ENTRYPOINT"]), json.loads(values["CMD"])
-    assert parser().parse_args([*entry[1:], *command]).host == "0.0.0.0"
+    assert parser().parse_args([*entry[1:], *command]).host == "0.0.0.0"  # noqa: S104
     assert any('".[serve]"' in rest for _, rest in steps)
