@@ -24,6 +24,7 @@ from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
 from parcae.recipe import plain
+from parcae.schema import shorten
 
 FORMAT = "parcae"
 VERSION = 1
@@ -89,8 +90,8 @@ def _own_config(folder: Path, content: Any) -> ModelConfig:
     if isinstance(content, dict) and content.get("format") == FORMAT:
         if content.get("version") != VERSION:
             raise FileError(
-                f"{folder / CONFIG_FILE}: format version {content.get('version')}, but this parcae "
-                f"reads version {VERSION}. Update parcae."
+                f"{folder / CONFIG_FILE}: format version {shorten(content.get('version'))}, but "
+                f"this parcae reads version {VERSION}. Update parcae."
             )
         try:
             return build_config(ModelConfig, content.get("model", {}))
