@@ -113,7 +113,7 @@ def test_logprobs_in_both_formats(http, plain_engine):
     assert [value for part in parts for value in part] == found["token_logprobs"]
 
     message = {"role": "user", "content": "hi"}
-    chat = {"messages": [message], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
+    chat = {"messages": [message], "max_tokens": 4, "seed": 1, "logprobs": True, "top_logprobs": 2}
     content = choice_of(http, chat, "/v1/chat/completions")["logprobs"]["content"]
     assert 1 <= len(content) <= 4
     for entry in content:
