@@ -77,13 +77,18 @@ def reading(path: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interpreting(path: str | Path, remedy: str = "") -> Iterator[None]:
+def interpreting(
+    path: str | Path, remedy: str = "", passed_on: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
     """Turn the errors of values that are missing or of a wrong type into a `FileError`.
 
-    Only for code that takes a file's values apart: elsewhere it would hide mistakes.
+    Only for code that takes a file's values apart: elsewhere it would hide mistakes. Errors of the
+    types `passed_on` say already what is wrong.
     """
     try:
         yield
+    except passed_on:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else f"{error}"
         reason = reason if len(reason) < 300 else f"{reason[:300]}..."

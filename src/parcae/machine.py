@@ -271,6 +271,16 @@ def process_exists(number: int) -> bool:
     return True
 
 
+def cpu_seconds(process: int) -> tuple[int, float] | None:
+    """When a process started, and its processor time in seconds; None where /proc is missing."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    user, system, start = int(fields[11]), int(fields[12]), int(fields[19])
+    return start, (user + system) / os.sysconf("SC_CLK_TCK")
+
+
 class StopSignals:
     """Context manager in which a stop signal sets `asked` instead of ending the process.
 

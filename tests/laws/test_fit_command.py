@@ -117,7 +117,7 @@ def test_answers_as_tables_and_as_json(folder, capsys):
     tree = json.loads(capsys.readouterr().out)
     assert tree["recommendation"]["loops"]["value"] == pytest.approx(8, abs=0.6)
     assert tree["loss"]["estimate"]["value"] == pytest.approx(2.70, abs=0.02)
-    assert 5 < tree["worth"]["estimate"]["value"] < 8
+    assert 5 < tree["saturation_loops"]["estimate"]["value"] < 8
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_names_settings_and_events_are_escaped(tmp_path):
         lines = [fakes.train_line(s, 9, random.Random(0)) for s in range(1, 10)]
         lines.append({"kind": "event", "step": 2, "what": SCRIPT, "message": SCRIPT})
         tree = fakes.recipe(run={"seed": 0, "note": f"{SCRIPT} {name}"})
-        outcome = fakes.result(9, status=SCRIPT, device=SCRIPT)
+        outcome = fakes.result(9, device=SCRIPT)
         outcome["samples"] = [{"depth": SCRIPT, "prompt": SCRIPT, "text": SCRIPT}]
         runs.append(fakes.write_run(tmp_path / name, lines, tree, outcome))
     content, reader = report(*runs, out=tmp_path / "out")

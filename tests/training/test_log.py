@@ -125,8 +125,8 @@ def trackers(monkeypatch):
 
 @pytest.mark.slow
 def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
-    trackers = ["tensorboard", "wandb", "trackio"]
-    recipe = runs.recipe(text, budget={"steps": 6}, run={"trackers": trackers})
+    names = ["tensorboard", "wandb", "trackio"]
+    recipe = runs.recipe(text, budget={"steps": 6}, run={"trackers": names})
     train(recipe, tmp_path / "mine")
     (board,) = Writer.made
     assert board.folder == str(tmp_path / "mine" / "tensorboard")

@@ -10,7 +10,6 @@ STORE/
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from parcae.data.tokenizer_training import train_tokenizer
 from parcae.experiments.experiment import Run
 from parcae.experiments.tasks import PREFIX
 from parcae.files import FileError, exclusive, read_json, write_json, write_text
-from parcae.machine import StopSignals
+from parcae.machine import StopSignals, cpu_seconds
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
 from parcae.runs.layout import TOKENIZER_FILE
@@ -198,13 +197,3 @@ class _Observer:
     def _describe(self, request: RunRequest) -> str:
         labels = self.runs[request.name].labels
         return f"{request.name}  " + " ".join(f"{k}={v}" for k, v in labels.items())
-
-
-def cpu_seconds(process: int) -> tuple[int, float] | None:
-    """When a process started, and its processor time in seconds; None where Linux has no /proc."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    user, system, start = int(fields[11]), int(fields[12]), int(fields[19])
-    return start, (user + system) / os.sysconf("SC_CLK_TCK")

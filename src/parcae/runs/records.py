@@ -30,7 +30,7 @@ RESULT_FIELDS = {
     "seconds": Number,
     "validation": dict,
 }
-"""Fields of result.json that commands compute with, and their types."""
+"""Fields of result.json that commands compute with, and their types; null where unknown."""
 
 
 def read_recipe_table(run: str | Path) -> dict[str, Any]:
@@ -61,11 +61,11 @@ def _check_result(result: Line) -> None:
     """Raise an error of a wrong value or type unless the fields are as a run writes them."""
     for name, expected in RESULT_FIELDS.items():
         value = result.get(name)
-        if name in result and (not isinstance(value, expected) or isinstance(value, bool)):
+        if value is not None and (not isinstance(value, expected) or isinstance(value, bool)):
             raise ValueError(f"{name} is {shorten(value)}")
     if result["status"] not in get_args(RunStatus):
         raise ValueError(f"status is {shorten(result['status'])}")
-    for loops, measured in result.get("validation", {}).items():
+    for loops, measured in (result.get("validation") or {}).items():
         if int(loops) < 1 or not isinstance(measured["loss"], int | float | None):
             raise ValueError(f"validation at {shorten(loops)} loops is {shorten(measured)}")
 

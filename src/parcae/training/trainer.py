@@ -336,7 +336,8 @@ class Trainer:
             self.display.print(f"{problem} Going back to step {step}.")
         learner = self.learner
         state = self.checkpoints.load(step, learner.model.state_dict(), learner.optimiser.tensors())
-        with interpreting(checkpoint_path(self.out, step) / STATE_FILE, "Was it edited?"):
+        path = checkpoint_path(self.out, step) / STATE_FILE
+        with interpreting(path, "Was it edited?", passed_on=(ConfigError,)):
             self._restore(step, state)
         threads, before = torch.get_num_threads(), state.get("threads")
         if self.workers.device.type == "cpu" and before not in (None, threads):
