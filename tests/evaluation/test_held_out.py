@@ -137,4 +137,4 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
 
 def test_a_separator_needs_a_file_of_texts(run, capsys):
     assert cli.main(["eval", str(run), "--separator", "<|endoftext|>"]) == 2
-    assert "Give it with --val-data" in capsys.readouterr().err
+    assert "Give it with val_data" in capsys.readouterr().err

@@ -222,5 +222,5 @@ def _context_length(model: Any, tokenizer: Any) -> int:
     known = (getattr(model.config, name, None) for name in names)
     limits = [limit for limit in (*known, tokenizer.model_max_length) if isinstance(limit, int)]
     limits = [limit for limit in limits if 0 < limit < MAX_CONTEXT]
-    require(bool(limits), "context", "the model has no known context length", "Give --context.")
+    require(bool(limits), "context_length", "the model states none", "Give --context-length.")
     return min(limits)

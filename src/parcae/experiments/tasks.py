@@ -243,7 +243,7 @@ class TaskData:
 class TaskLoader:
     """The batch of every step, a function of (seed, step)."""
 
-    plans = ()
+    sources = plans = ()
 
     def __init__(self, task: Task, rows: int, seed: int) -> None:
         self.task, self.rows, self.seed, self.step = task, rows, seed, 0
