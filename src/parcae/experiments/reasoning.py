@@ -8,6 +8,7 @@ modular arithmetic.
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,6 +37,11 @@ MODELS = {
 }
 """By name: the preset's family, and how many layers it changes."""
 FIRST, HARDER = "pointers", ("pointers-unseen", "pointers-large", "arithmetic")
+
+CAPTION = (
+    "Dots: the looped model, one line per seed. Dotted: a Transformer of the same layers. "
+    "Dashed: a Transformer of ten layers."
+)
 
 
 class Reasoning(Experiment):
@@ -117,11 +123,8 @@ class Reasoning(Experiment):
         with plotting.figure(1, len(tasks), width=3.6, height=3.3) as (canvas, axes):
             for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
                 _draw_task(panel, results, task)
-            canvas.supxlabel(
-                "Dots: the looped model, one line per seed. Dotted: a Transformer of the same "
-                "layers. Dashed: a Transformer of ten layers.",
-                fontsize=8.5,
-            )
+            caption = textwrap.fill(CAPTION, 55 * len(tasks))
+            canvas.supxlabel(caption, fontsize=8.5)
             return plotting.save(canvas, path)
 
 
