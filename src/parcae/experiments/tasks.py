@@ -1,7 +1,7 @@
 """Tasks in which the number of dependent steps decides: pointer chasing and modular arithmetic.
 
 A row states a problem and asks several questions; the loss is on the answers only. Problems are
-drawn anew for every step, from (seed, step), so there is nothing to store and nothing to memorise.
+drawn again for every step, from (seed, step), so there is nothing to store and nothing to memorise.
 
     task = TASKS["pointers"]
     examples = task.draw(64, np.random.default_rng(0))

@@ -7,6 +7,7 @@ refused unless they have no effect, and unknown ones are refused, so that no mis
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -159,9 +160,9 @@ class Sampled(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    @abstractmethod
     def alternatives(self) -> int | None:
         """The likeliest tokens whose log-probabilities are returned; None is no logprobs."""
-        raise NotImplementedError
 
     def token_limit(self) -> int | None:
         return self.max_tokens

@@ -10,6 +10,7 @@ import codecs
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +91,7 @@ class Choice:
         return {"token": self.texts.key(token), "logprob": logprob, "bytes": content}
 
 
-class Format:
+class Format(ABC):
     """Of one API request. `add` returns the chunk of a delta, `response` all of it."""
 
     prefix = object = chunk_object = ""
@@ -162,14 +163,14 @@ class Format:
         prompt = {"prompt_token_ids": list(choice.request.prompt)} if with_prompt else {}
         return {"parcae": {**prompt, "tokens": tokens}}
 
-    def delta(self, choice: Choice, text: str, first: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def delta(self, choice: Choice, text: str, first: bool) -> dict[str, Any]: ...
 
-    def content(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def content(self, choice: Choice) -> dict[str, Any]: ...
 
-    def logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any]: ...
 
 
 class CompletionFormat(Format):
