@@ -97,7 +97,7 @@ class Bare:
     def step(self, chance) -> None:
         learner, recipe = self.learner, self.learner.recipe
         learner.model(*self.batch, **chance).loss.backward()
-        torch.nn.utils.clip_grad_norm_(learner.model.parameters(), recipe.optimiser.clip)
+        torch.nn.utils.clip_grad_norm_(learner.model.parameters(), recipe.optimiser.grad_clip)
         learner.optimiser.step(factors(recipe.schedule, recipe.optimiser, 0, 0.0, learner.total))
         learner.optimiser.zero_grad()
 

@@ -37,18 +37,14 @@ def build(table: type[S], values: Mapping[str, Any]) -> S:
     """A table of settings from plain values, such as a recipe's; an unknown key is an error.
 
     Values are checked by the table itself (see `parcae.schema`); here they only get its form: a
-    mapping becomes a table, a list a tuple, and "none" no value. Keys may have their name in an
-    earlier version.
+    mapping becomes a table, a list a tuple, and "none" no value.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{table.table}: expected a table of settings, got {shorten(values)}.")
     hints = type_hints(table)
-    fields = dataclasses.fields(table)  # type: ignore[arg-type]
-    names = [field.name for field in fields]
-    renamed = {field.metadata.get("was"): field.name for field in fields}
+    names = [field.name for field in dataclasses.fields(table)]  # type: ignore[arg-type]
     arguments = {}
-    for key, value in values.items():
-        name = renamed.get(key, key)
+    for name, value in values.items():
         if name not in names:
             raise ConfigError(f"{table.key(name[:99])}: no such key. {suggest(name, names)}")
         arguments[name] = _in_form(hints[name], value)

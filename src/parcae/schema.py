@@ -50,12 +50,10 @@ def setting(
     at_most: float | None = None,
     below: float | None = None,
     names: Names | None = None,
-    was: str | None = None,
 ) -> Any:
     """A field of a table: its default (a class for a table of its own), one line of help, the range
-    of a number or of each number in a list, the registry that a name must be in, and the name of
-    the setting in recipes of earlier versions."""
-    rules = {"help": help, "names": names, "was": was}
+    of a number or of each number in a list, and the registry that a name must be in."""
+    rules = {"help": help, "names": names}
     rules["range"] = Range(at_least=at_least, above=above, at_most=at_most, below=below)
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=rules)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,12 +13,12 @@ import parcae
 from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.experiments import reproduce as module
-from parcae.experiments.experiment import Experiment, Run, loss_at, training_record
+from parcae.experiments.experiment import FORMAT, Experiment, Run, loss_at, training_record
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
 from parcae.experiments.tasks import train_task
 from parcae.experiments.verdicts import Claim, lower
-from parcae.training.settings import recipe_from_file
+from parcae.training.settings import recipe_from_file, recipe_from_tree
 
 
 class Loops(Experiment):
@@ -97,6 +99,15 @@ def test_redrawing_needs_only_the_results(trained, tmp_path):
     assert (tmp_path / "docs" / "page" / "loops.png").exists()
 
 
+def test_runs_that_are_measured_are_not_trained_on_another_machine(trained, tmp_path):
+    results = tmp_path / "results"
+    reproduce("loops", tmp_path / "here", results=results)
+    reproduce(["loops", "more-loops"], tmp_path / "there", results=results)
+    assert len(trained) == 4  # four loops are measured for one experiment but not for the other
+    reproduce("all", tmp_path / "elsewhere", results=results)
+    assert len(trained) == 4
+
+
 def test_an_interrupted_run_counts_only_when_it_has_ended(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "has_ended", lambda self, run: False)
     result = reproduce("loops", tmp_path)
@@ -125,6 +136,24 @@ def test_the_key_follows_what_is_learned():
     others = [key(seed=1), key(budget={"steps": 9}), key(model={"width": 32})]
     others.append(Run(scale.recipe(scale.task("pointers-large"), 0), {}).key)
     assert len({key(), *others}) == 5
+    assert key() == key(optimiser={"grad_clip": 1.0})  # the default
+
+
+def test_the_defaults_that_keys_rely_on():
+    """Keys have only settings that differ from their defaults. If this fails because a default
+    changed, raise FORMAT: results of the old default do not count any more. Then, or if a setting
+    was added whose default changes nothing, replace the number."""
+    recipe = recipe_from_tree(
+        {"model": {"preset": "parcae-1m"}, "budget": {"steps": 1}, "data": {"sources": ["x"]}}
+    )
+    tables = {
+        name: type(getattr(recipe, name)) for name in ("data", "optimiser", "schedule", "run")
+    }
+    defaults = {
+        name: {f.name: repr(f.default) for f in fields(table)} for name, table in tables.items()
+    }
+    digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:8]
+    assert (FORMAT, digest) == (2, "c02373b8")
 
 
 def test_scales_give_the_sizes_of_the_paper():

@@ -67,7 +67,7 @@ def test_a_fixed_data_grid_with_rates_seeds_and_settings():
         loops=(2, 4),
         learning_rates=(1e-3, 8e-3),
         seeds=(0, 1),
-        settings={"optimiser.clip": (0.5, 1.0)},
+        settings={"optimiser.grad_clip": (0.5, 1.0)},
         test_loops=(1, 5),
     )
     runs = plan_sweep(merge(RECIPE, {"optimiser": {"muon_lr": 0.016}}), grid)
@@ -78,7 +78,7 @@ def test_a_fixed_data_grid_with_rates_seeds_and_settings():
         assert set(run.recipe.validation_loops) == {1, 5, int(run.mean_loops)}
     found = {(r.mean_loops, r.recipe.optimiser.lr, r.recipe.run.seed) for r in runs}
     assert len(found) == 8
-    assert {r.recipe.optimiser.clip for r in runs} == {0.5, 1.0}
+    assert {r.recipe.optimiser.grad_clip for r in runs} == {0.5, 1.0}
 
 
 def test_a_transformer_among_looped_models_is_there_once():
@@ -133,9 +133,9 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
     assert len(grown) == 2 + 8 - 1
     assert grown[1].recipe.run.validation_loops == first[1].recipe.run.validation_loops
 
-    clipped = merge(RECIPE, {"optimiser": {"clip": 0.5}})
+    clipped = merge(RECIPE, {"optimiser": {"grad_clip": 0.5}})
     for grid in (Grid(budgets=(1e10,), loops=(2,)), Grid(budgets=(4e10,), loops=(6,))):
-        with pytest.raises(ConfigError, match=r"optimiser\.clip: differs from the sweep"):
+        with pytest.raises(ConfigError, match=r"optimiser\.grad_clip: differs from the sweep"):
             folder.extended(plan_sweep(clipped, grid))
 
 
@@ -164,7 +164,7 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
         (["--models", "parcae-1m"], "names no preset"),
         (["--seeds", "1.5"], "not a whole number"),
         (["--seeds", "1", "--budget.minutes", "2"], "budget.minutes"),
-        (["--budgets", "1e10", "--budget.at_most_minutes", "2"], "budget.at_most_minutes"),
+        (["--budgets", "1e10", "--budget.max_minutes", "2"], "budget.max_minutes"),
         (["--budgets", "1e10", "--workers", "0"], "workers: 0 must be >= 1"),
         (["--budgets", "1e10", "--slurm.partitoin", "a", "--dry-run"], "Did you mean partition?"),
         ([], "nothing varies"),

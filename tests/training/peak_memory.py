@@ -38,7 +38,7 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
                 "micro_batch": rows,
             },
             "budget": {"steps": 1},
-            "run": {"device": "cpu", "checkpoint_loops": checkpointed},
+            "run": {"device": "cpu", "activation_checkpointing": checkpointed},
         }
     )
     with open_workers(recipe.run) as workers:

@@ -127,7 +127,7 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
 ):
     """Resumed, it goes on from the last good checkpoint: here the trouble is gone."""
     run, recipe = tmp_path / "run", tmp_path / "recipe.toml"
-    changes = {"run": {"bad_steps_in_a_row": 8}, "budget": {"steps": 20}}
+    changes = {"run": {"max_nonfinite_steps": 8}, "budget": {"steps": 20}}
     from parcae.recipe import write_toml
     from parcae.training.settings import plain_recipe
 
@@ -168,7 +168,7 @@ def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monk
     monkeypatch.setattr(Workers, "initialise", initialise)
     poison(monkeypatch, set(range(100)), math.nan)
     recipe = runs.recipe(
-        text, model=runs.RDM, run={"bad_steps_in_a_row": 3, "telemetry_every": telemetry}
+        text, model=runs.RDM, run={"max_nonfinite_steps": 3, "telemetry_every": telemetry}
     )
     result = train(recipe, tmp_path / "run")
     assert result.status == "diverged"
@@ -189,7 +189,7 @@ def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
                 self.learner.model.loop.core.injection.log_A.fill_(math.nan)
 
     monkeypatch.setattr(Trainer, "_train_step", one_step)
-    recipe = runs.recipe(text, run={"bad_steps_in_a_row": 4, "telemetry_every": 1})
+    recipe = runs.recipe(text, run={"max_nonfinite_steps": 4, "telemetry_every": 1})
     result = train(recipe, tmp_path / "run")
     assert result.status == "diverged"
     assert "the loop has diverged" in result.diagnosis
@@ -204,7 +204,7 @@ def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path):
     recipe = runs.recipe(
         text,
         optimiser={"lr": 1e38, "muon_lr": 1e38},
-        run={"checkpoint_every": 1, "bad_steps_in_a_row": 6, "telemetry_every": 0},
+        run={"checkpoint_every": 1, "max_nonfinite_steps": 6, "telemetry_every": 0},
         budget={"steps": steps},
     )
     run = tmp_path / "run"
@@ -310,7 +310,7 @@ def test_the_guard_comes_back_from_a_checkpoint():
     guard.accepts(math.nan, 1.0)
     again.restore(json.loads(json.dumps(guard.state())))
     assert again.state() == guard.state()
-    assert again.bad_steps_in_a_row == 7
+    assert again.max_nonfinite_steps == 7
     assert [guard.is_spike(9.0), guard.spikes] == [again.is_spike(9.0), again.spikes]
 
 

@@ -57,7 +57,7 @@ WRONG = [
     ({"budget": {"tokens": 1e6}}, "budget: tokens and steps given. Give exactly one"),
     ({"budget": {"steps": -5}}, "budget.steps: -5 is out of range. It must be above 0."),
     ({"budget": {"steps": 2.5}}, "budget.steps: expected a whole number"),
-    ({"budget": {"at_most_minutes": 0}}, "budget.at_most_minutes: 0 is out of range"),
+    ({"budget": {"max_minutes": 0}}, "budget.max_minutes: 0 is out of range"),
     (
         {"data": {"global_batch": 0}},
         "data.global_batch: 0 is out of range. It must be at least 1 and at most 4,194,304.",
@@ -109,7 +109,7 @@ def test_budgets_that_are_no_numbers(budget, write, fails, tmp_path, text):
     assert f"budget.{next(iter(budget))}" in fails(recipe, "--out", tmp_path / "run")
 
 
-@pytest.mark.parametrize("budget", [{"minutes": 1}, {"steps": 9, "at_most_minutes": 1}])
+@pytest.mark.parametrize("budget", [{"minutes": 1}, {"steps": 9, "max_minutes": 1}])
 def test_a_cool_down_in_steps_by_the_clock(budget, fails, tmp_path, text):
     recipe = tmp_path / "recipe.toml"
     tree = {**merge(runs.TREE, {"data": {"sources": [str(text)]}}), "budget": budget}
@@ -119,10 +119,10 @@ def test_a_cool_down_in_steps_by_the_clock(budget, fails, tmp_path, text):
 
 def test_a_limit_beside_a_time(write, fails):
     """A budget on the command line replaces the recipe's; a limit alone is laid over it."""
-    flags = ["--budget.minutes", "1", "--budget.at_most_minutes", "2"]
-    assert "budget.at_most_minutes: minutes = 1 limits the run already" in fails(write(), *flags)
-    with_limit = with_flags({"budget": {"steps": 3}}, {"budget": {"at_most_minutes": 2}})
-    assert with_limit == {"budget": {"steps": 3, "at_most_minutes": 2}}
+    flags = ["--budget.minutes", "1", "--budget.max_minutes", "2"]
+    assert "budget.max_minutes: minutes = 1 limits the run already" in fails(write(), *flags)
+    with_limit = with_flags({"budget": {"steps": 3}}, {"budget": {"max_minutes": 2}})
+    assert with_limit == {"budget": {"steps": 3, "max_minutes": 2}}
     replaced = with_flags(with_limit, {"budget": {"tokens": 9}})
     assert replaced == {"budget": {"tokens": 9}}
 

@@ -112,7 +112,9 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
     base = {"model": {"preset": "parcae-3m", "loop": {"mean_loops": 8}}}
     four, eight = (estimate_memory(recipe(**base), torch.float32, n, 1).activations for n in (4, 8))
     assert eight == pytest.approx(2 * four, rel=0.1)
-    lean = estimate_memory(recipe(**base, run={"checkpoint_loops": True}), torch.float32, 4, 1)
+    lean = estimate_memory(
+        recipe(**base, run={"activation_checkpointing": True}), torch.float32, 4, 1
+    )
     assert lean.activations < 0.7 * four
     half = estimate_memory(recipe(**base), torch.bfloat16, 4, 1)
     assert half.activations < 0.9 * four

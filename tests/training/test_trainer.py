@@ -124,7 +124,7 @@ class FakeClock:
         return self.now
 
 
-@pytest.mark.parametrize("budget", [{"minutes": 40 / 60}, {"steps": 999, "at_most_minutes": 2 / 3}])
+@pytest.mark.parametrize("budget", [{"minutes": 40 / 60}, {"steps": 999, "max_minutes": 2 / 3}])
 def test_the_schedule_of_a_run_by_the_clock_reaches_its_end(budget, text, tmp_path, monkeypatch):
     """Whatever time the validations take: four fifths of that of the steps here."""
     FakeClock(monkeypatch)
@@ -169,7 +169,7 @@ def test_a_slow_first_step_is_announced(peak, compiled, said, text, tmp_path, mo
 def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
     for name, budget in {
         "free": {"steps": 12},
-        "bound": {"steps": 12, "at_most_minutes": 60},
+        "bound": {"steps": 12, "max_minutes": 60},
     }.items():
         train(with_budget(text, **budget), tmp_path / name)
     assert runs.curve(tmp_path / "free") == runs.curve(tmp_path / "bound")
@@ -180,7 +180,7 @@ def test_a_limit_that_is_not_reached_changes_nothing(text, tmp_path):
 
 @pytest.mark.slow
 def test_a_limit_ends_a_run_that_is_too_slow_with_its_schedule_at_zero(text, tmp_path, capsys):
-    recipe = with_budget(text, steps=10**6, at_most_minutes=2 / 60)
+    recipe = with_budget(text, steps=10**6, max_minutes=2 / 60)
     result = train(recipe, tmp_path / "run")
     assert result.status == "finished"
     assert 2.0 <= result.seconds < 3.0
@@ -343,7 +343,7 @@ def test_bfloat16_on_the_cpu(text, tmp_path):
 def test_loops_can_be_computed_again(text, tmp_path, one_thread):
     curves = []
     for again in (False, True):
-        settings = {**QUIET, "checkpoint_loops": again}
+        settings = {**QUIET, "activation_checkpointing": again}
         train(runs.recipe(text, budget={"steps": 4}, run=settings), tmp_path / str(again))
         curves.append(runs.lines(tmp_path / str(again), "train", "loss"))
     assert curves[0] == curves[1]

@@ -26,7 +26,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -39,13 +39,14 @@ from parcae.experiments.tasks import PREFIX, find_task
 from parcae.experiments.verdicts import Claim, describe
 from parcae.runs import read_metrics, read_result
 from parcae.runs.layout import list_steps
-from parcae.training.settings import Recipe, plain_recipe
+from parcae.training.settings import Recipe
 
 if TYPE_CHECKING:
     from parcae.experiments.store import Store
 
-FORMAT = 1
-"""Part of the key of a run; raised when the same recipe begins to train something else."""
+FORMAT = 2
+"""Part of the key of a run; raised when the same recipe begins to train something else, as it does
+when the default of a setting changes."""
 NOT_LEARNED = {
     "data": {"prefetch", "verify"},
     "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "trackers"},
@@ -75,13 +76,25 @@ class Run:
     @cached_property
     def key(self) -> str:
         """A hash of everything that decides what is learned: equal recipes are one run."""
-        tree = plain_recipe(self.recipe)
+        tree = changed_settings(self.recipe)
         for table, names in NOT_LEARNED.items():
             tree[table] = {k: v for k, v in tree[table].items() if k not in names}
         if self.source.startswith(PREFIX):
             tree["data"]["sources"] = [repr(find_task(self.source))]
         text = json.dumps([FORMAT, tree], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def changed_settings(config: Any) -> dict[str, Any]:
+    """The settings that differ from their defaults; a setting added later changes no key."""
+    tree = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            tree[field.name] = changed_settings(value)
+        elif value != field.default:
+            tree[field.name] = value
+    return tree
 
 
 @dataclass(frozen=True)

@@ -131,9 +131,9 @@ def reproduce(
     )
     interrupted = False
     if not redraw:
-        runs = [run for planned in work.plan.values() for run in planned]
+        work.collect()
+        runs = work.missing()
         if slurm is None:
-            work.collect()
             interrupted = work.store.train(runs, workers, work.add)
         else:
             config = slurm if isinstance(slurm, SlurmConfig) else build(SlurmConfig, slurm)
@@ -184,6 +184,13 @@ class _Work:
         tree = read_json(self.file(name)) if self.has(name) else {"runs": [], "planned": None}
         planned = len({run.key for run in self.plan.get(name, ())})
         return Results(tree["runs"], planned or tree["planned"])
+
+    def missing(self) -> list[Run]:
+        """The runs that an experiment has not measured; their folders may be on another machine."""
+        measured = {name: {row["key"] for row in self.read(name).rows} for name in self.plan}
+        return [
+            run for name, runs in self.plan.items() for run in runs if run.key not in measured[name]
+        ]
 
     def add(self, run: Run) -> None:
         """Measure a run that has ended, for every experiment that needs it."""

@@ -92,7 +92,7 @@ class LanguageModel(nn.Module, ABC):
         self.compile_layers(**options)
 
     @abstractmethod
-    def checkpoint_loops(self) -> None:
+    def activation_checkpointing(self) -> None:
         """Recompute loops in the backward from the states between them: less memory, slower."""
 
     @abstractmethod

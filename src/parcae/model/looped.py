@@ -243,7 +243,7 @@ class LoopedModel(LanguageModel):
         for part in (self.prelude, self.loop.core, self.coda):
             part.compile(**options)
 
-    def checkpoint_loops(self) -> None:
+    def activation_checkpointing(self) -> None:
         self.loop.checkpointed = True
 
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:

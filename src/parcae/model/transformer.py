@@ -22,7 +22,7 @@ class Transformer(LanguageModel):
     def compile_layers(self, **options: Any) -> None:
         self.blocks.compile(**options)
 
-    def checkpoint_loops(self) -> None:
+    def activation_checkpointing(self) -> None:
         """Do nothing: there is no loop."""
 
     def draw(self, seed: int, step: int, rows: Sequence[int], length: int) -> dict[str, Any]:

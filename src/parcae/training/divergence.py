@@ -28,7 +28,7 @@ EARLIER_NAMES = {
 class Guard:
     """Counts over a run, as plain numbers that a checkpoint stores."""
 
-    bad_steps_in_a_row: int
+    max_nonfinite_steps: int
     consecutive_bad_steps: int = 0
     skipped: int = 0
     spikes: int = 0
@@ -38,7 +38,7 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         state = asdict(self)
-        del state["bad_steps_in_a_row"]
+        del state["max_nonfinite_steps"]
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class Guard:
     @property
     def has_diverged(self) -> bool:
         """Too many steps in a row without a finite loss or gradient."""
-        return self.consecutive_bad_steps >= self.bad_steps_in_a_row
+        return self.consecutive_bad_steps >= self.max_nonfinite_steps
 
     def is_spike(self, loss: float) -> bool:
         """Whether an accepted loss is far above its running mean.

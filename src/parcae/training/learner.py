@@ -62,8 +62,8 @@ class Learner:
         self.model = build(recipe.model)
         if run.compile:
             self.model.compile_layers()
-        if run.checkpoint_loops:
-            self.model.checkpoint_loops()
+        if run.activation_checkpointing:
+            self.model.activation_checkpointing()
         self.wrapped = workers.initialise(self.model, run.seed)
         self.optimiser = Optimiser(self.model, recipe.optimiser, workers.replica_group)
         self.loader = corpora.loader(recipe, workers.rank, workers.size)
@@ -71,7 +71,7 @@ class Learner:
         self.micro_batch = min(data.micro_batch or rows, rows)
         self.bytes_of_token = corpora.bytes_of_token()
         self.can_validate = corpora.can_validate(recipe)
-        self.guard = Guard(run.bad_steps_in_a_row)
+        self.guard = Guard(run.max_nonfinite_steps)
         self.total = total_steps(recipe)
         self.step = 0
 
@@ -112,7 +112,7 @@ class Learner:
         return Step(mean_loss, norm, taken, flops, mean_depth, deepest)
 
     def _clip(self) -> float:
-        limit = self.recipe.optimiser.clip or float("inf")
+        limit = self.recipe.optimiser.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         return self.workers.full_norm(norm).item()
 

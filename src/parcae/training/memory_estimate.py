@@ -177,8 +177,8 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
         model = _fake(build(config))  # in float32; copies made by autocast are counted
         for p in model.parameters():
             p.grad = torch.empty_like(p)
-        if recipe.run.checkpoint_loops:
-            model.checkpoint_loops()
+        if recipe.run.activation_checkpointing:
+            model.activation_checkpointing()
         with LiveBytes() as live:
             tokens = torch.zeros(rows, config.context_length, dtype=torch.long)
             state: dict[str, Tensor] = {}

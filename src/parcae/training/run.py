@@ -44,7 +44,7 @@ FREE_TO_CHANGE = {
         "device",
         "parallel",
         "compile",
-        "checkpoint_loops",
+        "activation_checkpointing",
         "deterministic",
         "validate_every",
         "validation_loops",
@@ -55,7 +55,7 @@ FREE_TO_CHANGE = {
         "keep_best",
         "sample_prompts",
         "sample_tokens",
-        "bad_steps_in_a_row",
+        "max_nonfinite_steps",
         "trackers",
     },
 }

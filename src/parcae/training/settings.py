@@ -131,7 +131,7 @@ class OptimiserConfig(Settings, table="optimiser"):
         0.95, "Muon: decay of the variance that its update is divided by", at_least=0, below=1
     )
     muon_weight_decay: float = setting(0.2, "Muon: weight decay at the start", at_least=0)
-    clip: float = setting(1.0, "largest norm of the gradient; 0 for no clipping", at_least=0)
+    grad_clip: float = setting(1.0, "clip the norm of the gradient to this; 0: off", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +170,9 @@ class BudgetConfig(Settings, table="budget"):
         "bit for bit",
         above=0,
     )
-    at_most_minutes: float | None = setting(
+    max_minutes: float | None = setting(
         None,
-        "limit in minutes of steps beside one of the above; a run it ends has cooled down",
+        "also stop after this many minutes of training steps; the learning rate still reaches zero",
         above=0,
     )
 
@@ -185,8 +185,8 @@ class BudgetConfig(Settings, table="budget"):
             f"Give exactly one of {', '.join(KINDS_OF_BUDGET)}.",
         )
         self.require(
-            self.minutes is None or self.at_most_minutes is None,
-            "at_most_minutes",
+            self.minutes is None or self.max_minutes is None,
+            "max_minutes",
             f"minutes = {self.minutes} limits the run already",
             "Give one of the two.",
         )
@@ -194,7 +194,7 @@ class BudgetConfig(Settings, table="budget"):
     @property
     def clock_minutes(self) -> float | None:
         """Minutes after which the clock ends the run; None where it never does."""
-        return self.at_most_minutes if self.minutes is None else self.minutes
+        return self.max_minutes if self.minutes is None else self.minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,8 @@ class RunConfig(Settings, table="run"):
         "auto", "auto (bfloat16 autocast on CUDA, float32 elsewhere), float32 or bfloat16"
     )
     compile: bool = setting(False, "compile the layers with torch.compile")
-    checkpoint_loops: bool = setting(
-        False, "keep only the state of every loop and recompute the rest: less memory, slower"
+    activation_checkpointing: bool = setting(
+        False, "recompute each loop in the backward pass: less memory, slower"
     )
     deterministic: bool = setting(True, "use deterministic algorithms")
     parallel: Literal["ddp", "fsdp"] = setting(
@@ -225,7 +225,6 @@ class RunConfig(Settings, table="run"):
         "loops to validate at (unset: 1, half the mean, the mean, twice the mean)",
         at_least=1,
         at_most=MAX_LOOPS,
-        was="validation_depths",
     )
     validation_rows: int = setting(256, "rows to validate on", at_least=1, at_most=MAX_ROWS)
     telemetry_every: int = setting(
@@ -245,15 +244,14 @@ class RunConfig(Settings, table="run"):
     sample_tokens: int = setting(
         64, "tokens of such a continuation", at_least=1, at_most=MAX_CONTEXT
     )
-    bad_steps_in_a_row: int = setting(
+    max_nonfinite_steps: int = setting(
         20,
-        "steps without a finite loss and gradient after which the run stops as diverged",
+        "consecutive steps with a NaN or infinite loss or gradient until a run is stopped",
         at_least=1,
     )
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting(
         (),
-        "experiment trackers beside metrics.jsonl: tensorboard, wandb, trackio",
-        was="sinks",
+        "experiment trackers in addition to metrics.jsonl: tensorboard, wandb, trackio",
     )
 
 
@@ -317,7 +315,7 @@ PARTS = (DataConfig, OptimiserConfig, ScheduleConfig, BudgetConfig, RunConfig, S
 
 def all_settings() -> Iterator[Described]:
     """Every setting of a recipe, table by table."""
-    text = "a model by name, of which the other keys change some; `parcae presets` lists them"
+    text = "preset to start from; other keys override it; `parcae presets` lists them"
     yield Described(ModelConfig, "preset", None, text)
     for part in (ModelConfig, *PARTS):
         yield from describe(part)

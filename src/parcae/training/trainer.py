@@ -376,8 +376,8 @@ class Trainer:
             else f"{console.format_items(learner.total, 'step')}, "
             f"{console.format_count(learner.total * tokens)} tokens"
         )
-        if recipe.budget.at_most_minutes is not None:
-            length += f", at most {recipe.budget.at_most_minutes:g} minutes"
+        if recipe.budget.max_minutes is not None:
+            length += f", at most {recipe.budget.max_minutes:g} minutes"
         loop = recipe.model.loop
         loops = (
             f"{loop.mean_loops:g} loops on average, {loop.gradient_loops} with gradient"
@@ -468,7 +468,7 @@ class Trainer:
         early = self.learner.total is not None and self.learner.step < self.learner.total
         limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
         duration = console.format_duration(self.seconds)
-        bad_steps = self.recipe.run.bad_steps_in_a_row
+        bad_steps = self.recipe.run.max_nonfinite_steps
         cause = "its weights are not finite"
         if self.learner.guard.has_diverged:
             cause = f"no finite loss or gradient for {bad_steps} steps"

@@ -1,8 +1,8 @@
 """What checkpointing the loop costs in time and saves in memory: steps with and without.
 
-    python benchmarks/checkpointed_loops.py [--repetitions 7]                    time, taking turns
+    python benchmarks/activation_checkpointing.py [--repetitions 7]              time, taking turns
     MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 \\
-        python benchmarks/checkpointed_loops.py --memory [--preset parcae-3m]    memory, on Linux
+        python benchmarks/activation_checkpointing.py --memory [--preset parcae-3m]  memory, on Linux
 
 parcae-10m, 16 rows of 128 tokens, 12 loops of which 4 or 12 have gradient; forward and backward.
 The variable returns freed memory to the system at once, so that a peak is that of the tensors. It
@@ -29,7 +29,7 @@ def model(grad_loops: int, checkpointed: bool, preset: str = "parcae-10m") -> La
     loop = {"mean_loops": LOOPS, "backprop_loops": grad_loops, "sampler": "fixed"}
     created = parcae.create(preset, loop=loop)
     if checkpointed:
-        created.checkpoint_loops()
+        created.activation_checkpointing()
     return created
 
 

@@ -14,7 +14,7 @@ import torch
 
 from conftest import KINDS, randomised
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "checkpointed_loops.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "activation_checkpointing.py"
 
 
 def bytes_taken():
@@ -49,7 +49,7 @@ def gradients(model, depths):
 def test_gradients_are_the_same_bits(kind):
     model = randomised(KINDS[kind])
     loss, plain = gradients(model, [1, 6, 3, 6])
-    model.checkpoint_loops()
+    model.activation_checkpointing()
     again, checkpointed = gradients(model, [1, 6, 3, 6])
     assert torch.equal(loss, again)
     assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
@@ -59,7 +59,7 @@ def test_gradients_are_the_same_bits(kind):
 def test_gradients_are_the_same_compiled():
     """Traced and partitioned as for the default backend, which takes a minute to write code."""
     plain_model, model = randomised(KINDS["parcae"]), randomised(KINDS["parcae"])
-    model.checkpoint_loops()
+    model.activation_checkpointing()
     for each in (plain_model, model):
         each.compile_layers(backend="aot_eager")
     loss, plain = gradients(plain_model, [1, 6, 3, 6])
