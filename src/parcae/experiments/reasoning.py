@@ -36,7 +36,7 @@ MODELS = {
     "deep": ("transformer", {"core_layers": ENOUGH}),
 }
 """By name: the preset's family, and how many layers it changes."""
-FIRST, HARDER = "pointers", ("pointers-unseen", "pointers-large", "arithmetic")
+FIRST, HARDER = "pointers", ("pointers-large", "arithmetic", "pointers-unseen")
 
 CAPTION = (
     "Dots: the looped model, one line per seed. Dotted: a Transformer of the same layers. "
@@ -135,7 +135,8 @@ class HarderReasoning(Reasoning):
     tasks = HARDER
 
     def plan(self, scale: Scale) -> Iterator[tuple[str, int, str]]:
-        yield from itertools.product(HARDER, scale.few_seeds, ("looped", "shallow"))
+        for seed, task in itertools.product(scale.few_seeds, HARDER):
+            yield from ((task, seed, model) for model in ("looped", "shallow"))
 
     def claims(self, results: Results) -> list[Claim]:
         few, many = (
