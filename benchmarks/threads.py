@@ -1,6 +1,6 @@
 """Training beside other programs: tokens per second by the way its threads wait for each other.
 
-    python benchmarks/threads.py [--seconds 1.5] [--rounds 6] [--settings default,passive,...]
+    python benchmarks/threads.py [--seconds 5] [--rounds 3] [--settings default,passive,...]
 
 Each setting is a process that trains the demo's model, two threads unless it says otherwise; all
 take turns, alone and beside one and two busy loops, and rest in between. Printed are medians over
@@ -22,6 +22,7 @@ from pathlib import Path
 DEFAULT = "default"
 BUSY = (0, 1, 2)
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS", "PARCAE_BENCH_LIMITER")
+COMPARED = (DEFAULT, "limited when busy", "spins=300", "passive", "one thread")
 SETTINGS: dict[str, dict[str, str]] = {
     DEFAULT: {},
     "limited when busy": {"PARCAE_BENCH_LIMITER": "1"},
@@ -94,9 +95,9 @@ def start_busy_loop() -> subprocess.Popen[bytes]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--seconds", type=float, default=1.5)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settings", default=",".join(COMPARED), help=", ".join(SETTINGS))
     arguments = parser.parse_args()
     names = arguments.settings.split(",")
     trainers = {name: Trainer(SETTINGS[name]) for name in names}
@@ -111,6 +112,8 @@ def main() -> None:
             for other in others:
                 other.kill()
                 other.wait()
+    for trainer in trainers.values():
+        trainer.pipe.send(None)
     alone = statistics.median(rates[names[0], 0])
     print(f"{'tokens/s beside busy loops:':28}" + "".join(f"{b:>14}" for b in BUSY))
     for name in names:
