@@ -167,7 +167,7 @@ def test_the_reference_documents_every_public_name():
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     for module in ("material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: pip install 'parcae[docs]'")
+            pytest.skip(f"{module} is not installed: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
