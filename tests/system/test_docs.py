@@ -151,6 +151,14 @@ def test_every_symbol_and_test_of_the_paper_map_exists():
             assert re.search(rf"\b{name}\b", code), name
 
 
+def test_every_symbol_of_the_paper_map_is_in_the_file_it_names():
+    text = (ROOT / "docs" / "paper-map.md").read_text()
+    for path, names in re.findall(r"`([\w/]+\.py): ([\w., ]+)`", text):
+        code = (ROOT / "src" / "parcae" / path).read_text()
+        for name in re.split(r"[., ]+", names):
+            assert re.search(rf"\b{name}\b", code), f"{path}: {name}"
+
+
 def test_every_file_of_the_paper_map_exists():
     text = (ROOT / "docs" / "paper-map.md").read_text()
     for path in re.findall(r"`((?:\w+/)*\w+\.py)\b", text):
