@@ -22,8 +22,12 @@ args = parser.parse_args()
 
 checkpoint = parcae.open_checkpoint(args.checkpoint)
 model, tokenizer = checkpoint.model, checkpoint.tokenizer
-ids = torch.tensor(tokenizer.encode("\n".join(path.read_text() for path in args.texts)))
-windows = ids.unfold(0, model.config.context_length + 1, model.config.context_length)
+text = "\n".join(path.read_text(encoding="utf-8") for path in args.texts)
+ids = torch.tensor(tokenizer.encode(text))
+context = model.config.context_length
+if len(ids) <= 10 * context:
+    parser.error(f"the texts have {len(ids)} tokens. Give at least {10 * context + 1}: ten rows.")
+windows = ids.unfold(0, context + 1, context)
 held_out, training = windows[::10], windows[torch.arange(len(windows)) % 10 != 0]
 generator = torch.Generator().manual_seed(0)  # draws batches, depths and initial states
 

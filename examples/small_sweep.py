@@ -15,7 +15,7 @@ parser.add_argument("--out", default="runs/small-sweep", help="folder of the swe
 parser.add_argument("--flops", type=float, default=1e10, help="smallest budget (default: 1e10)")
 parser.add_argument("--workers", type=int, default=2, help="runs at a time (default: 2)")
 parser.add_argument(
-    "--source", default="builtin", help="file or folder (default: Python's standard library)"
+    "--source", default="builtin", help="folder of text files (default: Python's standard library)"
 )
 args = parser.parse_args()
 

@@ -1,6 +1,10 @@
 """Train a small looped model, then generate text with 1, 2, 4 and 8 loops.
 
-python examples/train_from_python.py --source my_text.txt --out runs/example
+python examples/train_from_python.py --out runs/example
+python examples/train_from_python.py --source my_texts/ --out runs/example
+
+A source is a folder of .txt files, some dozens at least: each file is one document, and 5 % of the
+documents are held out for validation.
 """
 
 import argparse
@@ -11,7 +15,7 @@ parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--out", default="runs/example", help="run folder (default: runs/example)")
 parser.add_argument("--steps", type=int, default=100, help="optimiser steps (default: 100)")
 parser.add_argument(
-    "--source", default="builtin", help="file or folder (default: Python's standard library)"
+    "--source", default="builtin", help="folder of text files (default: Python's standard library)"
 )
 args = parser.parse_args()
 

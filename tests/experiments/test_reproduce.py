@@ -44,7 +44,7 @@ class Loops(Experiment):
 
 
 class MoreLoops(Loops):
-    name, title, loops = "more-loops", "More loops", (4, 8)
+    name, title, core_hours, loops = "more-loops", "More loops", 0, (4, 8)
 
 
 @pytest.fixture
@@ -95,7 +95,8 @@ def test_redrawing_needs_only_the_results(trained, tmp_path):
     text = page.read_text()
     assert "| [loops](#loops) | More loops are better |" in text
     assert "![Loops](page/loops.png)" in text
-    assert "## More loops\n\n`more-loops`, nowhere. Not run yet" in text
+    assert "**1 of 2 experiments have runs (1 complete).**" in text
+    assert "## More loops\n\n`more-loops`, nowhere. Not run yet; its runs are shared" in text
     assert (tmp_path / "docs" / "page" / "loops.png").exists()
 
 

@@ -109,5 +109,6 @@ def test_parts_that_conflict_show_nothing():
 def test_describe():
     assert describe([]) == "–"
     assert describe([1.0]) == "1.000 (1 seed)"
+    assert describe([0.41, 0.97], 2) == "0.41, 0.97 (2 seeds)"
     assert describe([1.0, 1.1, 1.2], 2) == "1.10 ± 0.25 (3 seeds)"
     assert describe([math.inf, 1.0]) == "diverged (2 seeds)"

@@ -151,6 +151,14 @@ def test_every_symbol_and_test_of_the_paper_map_exists():
             assert re.search(rf"\b{name}\b", code), name
 
 
+def test_every_symbol_of_the_paper_map_is_in_the_file_it_names():
+    text = (ROOT / "docs" / "paper-map.md").read_text()
+    for path, names in re.findall(r"`([\w/]+\.py): ([\w., ]+)`", text):
+        code = (ROOT / "src" / "parcae" / path).read_text()
+        for name in re.split(r"[., ]+", names):
+            assert re.search(rf"\b{name}\b", code), f"{path}: {name}"
+
+
 def test_every_file_of_the_paper_map_exists():
     text = (ROOT / "docs" / "paper-map.md").read_text()
     for path in re.findall(r"`((?:\w+/)*\w+\.py)\b", text):
@@ -167,7 +175,7 @@ def test_the_reference_documents_every_public_name():
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
     for module in ("material", "mkdocstrings"):
         if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: pip install 'parcae[docs]'")
+            pytest.skip(f"{module} is not installed: pip install -e '.[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

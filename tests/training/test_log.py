@@ -179,7 +179,7 @@ def test_a_tracker_that_is_not_installed(name, text, tmp_path, monkeypatch, caps
     path.write_text(write_toml(plain_recipe(runs.recipe(text, run={"trackers": [name]}))))
     assert cli.main(["train", str(path), "--out", str(run)]) == 2
     error = capsys.readouterr().err
-    assert "pip install 'parcae[track]'" in error
+    assert "pip install -e '.[track]'" in error
     assert error.count("\n") == 1
     words = ["train", str(path), "--out", str(run), "--run.trackers", "[]", "--budget.steps", "2"]
     assert cli.main(words) == 0, "nothing had begun, so the folder is free"

@@ -20,7 +20,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "depth",
         help="show how loss, state and prediction change over the loops, token by token",
         epilog="The figure has a row for each loop and a column for each token; a line marks the "
-        "loop after which the likeliest token no longer changes.",
+        "loop after which the most likely token no longer changes.",
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="folder of a model, a run or a checkpoint"

@@ -27,7 +27,7 @@ def pass_on(arguments: Sequence[str]) -> int:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:
-        raise ConfigError("lm-eval: not installed. Run: pip install 'parcae[eval]'") from None
+        raise ConfigError("lm-eval: not installed. Run: pip install -e '.[eval]'") from None
     import parcae.evaluation.harness  # noqa: F401  (registers the model type)
     from parcae.infer.sampling import NonFiniteLogits
 

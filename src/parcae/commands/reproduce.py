@@ -77,7 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.names == ["list"]:
         rows = [
-            (name, experiment.title, experiment.in_paper, f"{experiment.core_hours:g}")
+            (
+                name,
+                experiment.title,
+                experiment.in_paper,
+                f"{experiment.core_hours:g}" if experiment.core_hours else "shared",
+            )
             for name, experiment in CATALOGUE.items()
         ]
         columns = ("experiment", "what", "in the paper", "core-hours (micro)")

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         from parcae.serving.server import serve
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"serve: {error.name} is not installed. Run pip install 'parcae[serve]'."
+            f"serve: {error.name} is not installed. Run: pip install -e '.[serve]'"
         ) from None
 
     def announce(url: str) -> None:

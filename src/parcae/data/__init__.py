@@ -4,7 +4,7 @@
     parcae.data.prepare(["books/"], "tokenizer.json", "shards/")
     documents = parcae.data.ShardedDocuments.open("shards/")
 
-A document passes these modules, in this order:
+A document passes through these modules, in this order:
 
     sources        find, open and hash files; which documents are held out
     readers        files of every format to documents
@@ -15,7 +15,7 @@ A document passes these modules, in this order:
     packing        documents to rows
     loader         rows to batches, deterministic and resumable
 
-Beside them:
+Other modules:
 
     downloads            datasets of the Hugging Face hub, and single files
     tokenizer_training   train and compare tokenizers on files

@@ -3,17 +3,17 @@
 run          `parcae.evaluate`, the library call
 suites       the suites by name
 tasks        the tasks of CORE: their table, files and downloads
-core_suite   CORE and CORE-Extended: few-shot prompts, scores
-zero_shot    the zero-shot tasks
+core_suite   CORE and CORE-Extended: few-shot prompts, mean loss from the first differing token
+zero_shot    the zero-shot tasks: sums of log-probabilities of the choices
 perplexity   WikiText, LAMBADA, files of texts
 loss         loss on rows of tokens; the suite `val` on a run
 jobs         what every measurement has: items, records, metrics
 prompts      what is scored: token sequences and the spans in them
-metrics      formulas: perplexity, bits per byte, right answers, standard errors, sign test
+metrics      formulas: perplexity, bits per byte, right answers, ties, standard errors, sign test
 scorer       losses of a parcae model; `branches` computes what prompts share once
 hf_scorer    losses of a transformers model
 results      the folder of an evaluation; `item_scores` reads it back
 tables       tables and figure of a result
-paired       two evaluations item by item: differences, intervals, tests
+paired       two evaluations item by item: differences and intervals
 harness      parcae models in lm-evaluation-harness
 """

@@ -81,7 +81,7 @@ class HFScorer:
             from transformers.models.auto.tokenization_auto import AutoTokenizer
         except ImportError:
             raise ConfigError(
-                f"{name}: transformers is not installed. Run: pip install 'parcae[hf]'"
+                f"{name}: transformers is not installed. Run: pip install -e '.[hf]'"
             ) from None
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)

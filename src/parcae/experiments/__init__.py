@@ -8,7 +8,7 @@ verdicts       rules that turn numbers and their spread into a verdict
 tasks          pointer chasing and modular arithmetic
 page           docs/reproduction.md
 figures        panels that several experiments draw
-paper_runs     runs simulated from the laws that the paper publishes
+paper_runs     the paper's grid of budgets and loops; runs simulated from its published laws
 
 The experiments:
 

@@ -13,13 +13,23 @@ from parcae.tables import markdown_table
 INTRODUCTION = """\
 # The paper, reproduced
 
-Every claim of the paper and what came of it at small scale: about 200 thousand parameters and a
-million tokens a run, two minutes of one core. Written by `parcae reproduce`; verdicts follow by
-rule from the numbers and their spread over seeds, and the rules (`experiments/verdicts.py`) were
-fixed before the runs: *shown* where the whole 95 % interval of the effect agrees with the claim,
-*shown weakly* where every seed agrees but the interval includes zero, *contradicted* where the
-whole interval disagrees, and *not shown at this scale* otherwise. Intervals (±) are Student's, over
-seeds. Models that are compared are paired by seed: they see the same batches at the same depths.
+{runs} This page lists the claims of the paper
+and a few beyond it, with the rule that decides each and the results so far at small scale.
+
+- **Scale.** Models of about 0.2 million parameters. A run on text takes 1,000 steps (a million
+  tokens), a run on a synthetic task 4,000 steps. Each section gives the processor time of its
+  runs.
+- **Verdicts** follow by rule from the numbers and their spread over seeds
+  (`experiments/verdicts.py`); the rules were fixed before the runs. *Shown*: the whole 95 %
+  interval of the effect agrees with the claim. *Shown weakly*: every seed agrees, but the interval
+  includes zero. *Contradicted*: the whole interval disagrees. *Not shown at this scale*: otherwise.
+- **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
+  seeds are listed. Models that are compared are paired by seed: they are trained on the same
+  batches at the same depths.
+- **Data.** Experiments on text read corpora that are not published. `--texts FOLDER` names their
+  folder; `--data.sources '["FILE"]'` trains on any other text.
+
+The page is written by `parcae reproduce`.
 """
 
 
@@ -28,10 +38,11 @@ def write_page(
 ) -> Path:
     """Write the page, and the figures of experiments with results into a folder beside it.
 
-    `notes`: Markdown that stands between the table of claims and the experiments.
+    `notes`: Markdown between the table of claims and the experiments.
     """
     claims = {name: _claims(experiment, found.get(name)) for name, experiment in catalogue.items()}
-    parts = [INTRODUCTION, _summary(catalogue, claims, found), *([notes] if notes else [])]
+    introduction = INTRODUCTION.format(runs=_count(catalogue, found))
+    parts = [introduction, _summary(catalogue, claims, found), *([notes] if notes else [])]
     figures = page.with_suffix("")
     for name, experiment in catalogue.items():
         results = found.get(name)
@@ -41,11 +52,24 @@ def write_page(
             parts.append(_section(experiment, results, claims[name], link))
         else:
             parts.append(
-                f"## {experiment.title}\n\n`{name}`, {experiment.in_paper}. Not run yet; estimated "
-                f"at {experiment.core_hours:g} core-hours.\n\n{experiment.paper}\n"
+                f"## {experiment.title}\n\n`{name}`, {experiment.in_paper}. Not run yet; "
+                f"{_cost(experiment)}.\n\n{experiment.paper}\n"
             )
     write_text(page, "\n".join(parts))
     return page
+
+
+def _count(catalogue: Mapping[str, Experiment], found: Mapping[str, Results]) -> str:
+    """How many experiments have runs, as a sentence."""
+    started = [found[name] for name in catalogue if name in found and found[name].rows]
+    complete = sum(len(results.rows) >= results.planned for results in started)
+    return f"**{len(started)} of {len(catalogue)} experiments have runs ({complete} complete).**"
+
+
+def _cost(experiment: Experiment) -> str:
+    if experiment.core_hours == 0:
+        return "its runs are shared with other experiments"
+    return f"estimated at {experiment.core_hours:g} core-hours"
 
 
 def _claims(experiment: Experiment, results: Results | None) -> list[Claim]:

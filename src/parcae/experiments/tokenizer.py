@@ -81,7 +81,7 @@ class Tokenizers(Experiment):
     def table(self, results: Results) -> Table:
         rows = [
             (
-                row["tokenizer"],
+                row["tokenizer"].replace(OURS, "trained on textbooks"),
                 f"{row['vocabulary']:,}",
                 *(f"{row['bytes_per_token'][text]:.2f}" for text in HELD_OUT),
             )

@@ -5,7 +5,8 @@
 
 configuration_parcae, modeling_parcae   the configuration and the model in transformers
 export         `parcae.export`: a model as a folder for transformers
-import_model   `parcae.import_model`: a published model as a model folder
+import_model   `parcae.import_model`: a published model as a model folder (the formats are in
+               model.release_format and model.hf_format)
 remote_code    the modelling files that an exported folder contains
 """
 

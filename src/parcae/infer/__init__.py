@@ -1,11 +1,11 @@
 """Decoding with a trained model.
 
-engine     scheduling: which prompts are read (chunked prefill), which sequences decode in a step
+engine     steps: which prompts are read (chunked prefill), which sequences decode
 request    what was asked for, checked           sequence   one text while it is generated
 defaults   temperature, number of new tokens
-rows       which sequence has which row of the cache; reused prefixes
+rows       admission: which waiting sequence gets which row of the cache; reused prefixes
 cache      keys and values by layer and loop
-decode     a pass for each purpose: prompts, next tokens, speculative drafts
+decode     a pass for each purpose: prompts, next tokens, speculative drafts and their verification
 batch      the tokens of one pass, what each attends to
 network    prelude, loops, coda and head over the cache; chooses PyTorch, C++ or static shapes
 layers     weights and layers in the form used for decoding

@@ -34,7 +34,7 @@ class LoopTrace:
     """||h_t - h_(t-1)|| / ||h_t|| of the state at each position [T, S]; h_0 is zero, so the first
     row is 1."""
     predicted: Tensor
-    """The likeliest token [T, S]."""
+    """The most likely token [T, S]."""
 
     @property
     def loops(self) -> int:
@@ -42,7 +42,7 @@ class LoopTrace:
 
     @property
     def settled(self) -> Tensor:
-        """The first loop after which the likeliest token no longer changes [S]."""
+        """The first loop after which the most likely token no longer changes [S]."""
         differs = self.predicted != self.predicted[-1]
         after = torch.arange(1, self.loops + 1)[:, None] * differs
         return after.amax(0) + 1
@@ -80,14 +80,14 @@ class LoopPrediction:
     change: float
     """||h_t - h_(t-1)|| / ||h_t||; 1 after the first loop."""
     likeliest: list[tuple[int, float]]
-    """Tokens and their probabilities, the likeliest first."""
+    """Tokens and their probabilities, the most likely first."""
 
 
 @torch.no_grad()
 def trace_next_token(
     model: LanguageModel, tokens: Sequence[int], loops: int | None = None, top: int = 5
 ) -> list[LoopPrediction]:
-    """The `top` likeliest tokens after `tokens`, predicted after every loop."""
+    """The `top` most likely tokens after `tokens`, predicted after every loop."""
     model, count = _looped(model, loops)
     predictions = []
     for change, x in _readings(model, tokens, count):

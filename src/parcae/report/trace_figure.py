@@ -69,11 +69,11 @@ def _panel(canvas: Any, axes: Any, values: Any, colours: str, norm: Any, number:
 
 
 def _mark_settled(axes: Any, trace: LoopTrace) -> None:
-    """Mark the loop after which the likeliest token no longer changes."""
+    """Mark the loop after which the most likely token no longer changes."""
     levels = [loop - 0.1 for loop in trace.settled.tolist()]
     starts = [column + 0.12 for column in range(len(levels))]
     ends = [column + 0.88 for column in range(len(levels))]
-    label = "the likeliest token no longer changes"
+    label = "the most likely token no longer changes"
     axes.hlines(levels, starts, ends, color=plotting.PALETTE[1], lw=2, label=label)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 0.985), fontsize=8, handlelength=1.2)
 

@@ -1,6 +1,6 @@
 """An OpenAI-compatible server for looped models, with depth as a parameter of every request.
 
-server      run_server, the library call: listens, drains on SIGTERM
+server      serve, the library call: listens, drains on SIGTERM
 app         create_app, the library call: routes from HTTP to the scheduler
 protocol    requests in OpenAI's format and their limits; errors
 responses   generated tokens in OpenAI's format: responses, chunks of a stream, logprobs
@@ -10,5 +10,5 @@ scheduler   the thread that owns an engine: fair queue, admission, retries, time
 security    API keys, host and origin, size of bodies, headers
 metrics     counters in Prometheus' text format
 settings    limits and sizes of a server
-page/       the web page: static files
+page/       the web page: page.js has the text and its colours, inspector.js one token by loop
 """

@@ -88,7 +88,7 @@ def check_slurm() -> None:
         import submitit  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "slurm: submitit is not installed. Run: pip install 'parcae[cluster]'"
+            "slurm: submitit is not installed. Run: pip install -e '.[cluster]'"
         ) from None
     require(
         shutil.which("sbatch") is not None and shutil.which("srun") is not None,

@@ -3,9 +3,10 @@
 settings            the tables of a recipe
 run                 `parcae.train`, its result, starting and resuming a run folder
 start               weights of another run or model to start from
-trainer             the training loop: steps, validation, checkpoints, logging
+trainer             the training loop: steps, validation, checkpoints, logging, stop signals
 learner             model, optimiser and data: one optimiser step, one validation
-optim, muon, adamw_atan2        optimisers
+optim               parameter groups, optimisers by name (the names: parcae.registry)
+muon, adamw_atan2   two optimisers
 schedule            length of a run, learning rates over it
 corpora, data_use   data of a run; what it uses of it
 distributed         devices and processes: one, DDP, FSDP2

@@ -176,7 +176,7 @@ def open_trackers(
             for tracker in trackers:
                 tracker.close()
             raise ConfigError(
-                f"run.trackers: {name} is not installed ({error}). Run: pip install 'parcae[track]'"
+                f"run.trackers: {name} is not installed ({error}). Run: pip install -e '.[track]'"
             ) from None
     return trackers
 

@@ -1,4 +1,4 @@
-"""The tour lists the files that run, in the order in which they run."""
+"""The internals page lists the files that run, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def is_importing(frame: FrameType | None) -> bool:
 
 def section(title: str) -> tuple[list[tuple[str, str]], set[str]]:
     """A section's numbered (file, function) pairs, and the files it says are not listed."""
-    text = (ROOT / "docs" / "tour.md").read_text()
-    body = text.split(f"### {title}\n")[1].split("\n###")[0]
+    text = (ROOT / "docs" / "internals.md").read_text()
+    body = text.split(f"### {title}\n")[1].split("\n##")[0]
     listed = re.findall(r"^\d+\. `([\w/]+\.py)`, `([\w.]+)`", body, re.MULTILINE)
     return listed, set(re.findall(r"`([\w/]+\.py)`", body.split("Executed but not listed")[1]))
 
