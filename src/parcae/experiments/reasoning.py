@@ -38,10 +38,11 @@ MODELS = {
 """By name: the preset's family, and how many layers it changes."""
 FIRST, HARDER = "pointers", ("pointers-large", "arithmetic", "pointers-unseen")
 
-CAPTION = (
-    "Dots: the looped model, one line per seed. Dotted: a Transformer of the same layers. "
-    "Dashed: a Transformer of ten layers."
-)
+CAPTIONS = {
+    "looped": "Dots: the looped model, one line per seed.",
+    "shallow": "Dotted: a Transformer of the same layers.",
+    "deep": "Dashed: a Transformer of ten layers.",
+}
 
 
 class Reasoning(Experiment):
@@ -123,8 +124,8 @@ class Reasoning(Experiment):
         with plotting.figure(1, len(tasks), width=3.6, height=3.3) as (canvas, axes):
             for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
                 _draw_task(panel, results, task)
-            caption = textwrap.fill(CAPTION, 55 * len(tasks))
-            canvas.supxlabel(caption, fontsize=8.5)
+            caption = " ".join(CAPTIONS[model] for model in MODELS if results.where(model=model))
+            canvas.supxlabel(textwrap.fill(caption, 55 * len(tasks)), fontsize=8.5)
             return plotting.save(canvas, path)
 
 
