@@ -64,13 +64,22 @@ def series(row: Row, kind: str, column: str) -> tuple[list[int], list[float]]:
     return curve.get("step", [])[: len(values)], values
 
 
-def draw_points(panel: Any, groups: Mapping[str, Sequence[float]], ylabel: str) -> None:
-    """A column of points for each group, one per seed, with a line at their mean."""
+def draw_points(
+    panel: Any,
+    groups: Mapping[str, Sequence[float]],
+    ylabel: str,
+    colours: Sequence[int] | None = None,
+) -> None:
+    """A column of points for each group, one per seed, with a line at their mean.
+
+    `colours`: their indices in the palette, by default one of its own for each group.
+    """
     for index, values in enumerate(groups.values()):
         finite = [value for value in values if math.isfinite(value)]
-        panel.plot([index] * len(finite), finite, "o", color=plotting.colour(index), alpha=0.8)
+        colour = plotting.colour(index if colours is None else colours[index])
+        panel.plot([index] * len(finite), finite, "o", color=colour, alpha=0.8)
         if finite:
-            panel.hlines(np.mean(finite), index - 0.25, index + 0.25, color=plotting.colour(index))
+            panel.hlines(np.mean(finite), index - 0.25, index + 0.25, color=colour)
         if len(finite) < len(values):
             panel.text(index, 0.97, "diverged", transform=panel.get_xaxis_transform(), ha="center")
     panel.set_xticks(range(len(groups)), labels=list(groups), fontsize=8.5)

@@ -26,8 +26,8 @@ and a few beyond it, with the rule that decides each and the results so far at s
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
   batches at the same depths.
-- **Data.** Experiments on text read corpora that are not published. `--texts FOLDER` names their
-  folder; `--data.sources '["FILE"]'` trains on any other text.
+- **Data.** Text experiments train on textbooks and encyclopedia articles that are not part of the
+  repository. `--texts FOLDER` names their folder; `--data.sources '["FILE"]'` trains on other text.
 
 The page is written by `parcae reproduce`.
 """
@@ -88,9 +88,12 @@ def _summary(
     for name, experiment in catalogue.items():
         results = found.get(name)
         runs = "–" if results is None else f"{len(results.rows)} of {results.planned}"
+        partial = results is not None and len(results.rows) < results.planned
         for index, claim in enumerate(claims[name]):
             link = f"[{name}](#{_anchor(experiment.title)})" if index == 0 else ""
-            rows.append((link, claim.statement, f"*{claim.verdict}*", runs if index == 0 else ""))
+            so_far = " so far" if partial and claim.verdict != NOT_RUN else ""
+            verdict = f"*{claim.verdict}*{so_far}"
+            rows.append((link, claim.statement, verdict, runs if index == 0 else ""))
     minutes = sum(results.core_minutes for results in _once(found))
     lines = [("experiment", "claim", "verdict", "runs"), ("---",) * 4, *rows]
     return (

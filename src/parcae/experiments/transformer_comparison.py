@@ -25,6 +25,7 @@ from parcae.experiments.verdicts import Claim, describe, differences, positive, 
 
 LOOPS = 8
 FAMILIES = ("transformer", "parcae")
+NAMES = {"transformer": "Transformer", "parcae": "Parcae"}
 LONGER = {"micro": 4, "toy": 2}
 """How many times the data the smallest size is trained on once more: looping needs enough."""
 
@@ -115,17 +116,18 @@ class TransformerComparison(Experiment):
             at = [format_losses(loss) for loss in losses]
             cells = at if model == "parcae" else [at[0], "", "", ""]
             counts = (f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}")
-            rows.append((size, model, *counts, *cells, format_wikitext(found)))
+            rows.append((size, NAMES[model], *counts, *cells, format_wikitext(found)))
         at = ("T = 1", "T = 4", "T = 8", "T = 16")
         return ("size", "model", "parameters", "tokens", *at, "WikiText"), rows
 
     def draw(self, results: Results, path: Path) -> Path:
-        groups = {}
+        groups, colours = {}, []
         for data, size, model in _groups(results):
-            name = f"{model}\n{size}" + (f"\n{data}x data" if data > 1 else "")
+            name = f"{NAMES[model]}\n{size}" + (f"\n{data}x data" if data > 1 else "")
             groups[name] = list(_losses(results, model, size, data).values())
+            colours.append(FAMILIES.index(model))
         with plotting.figure(width=7.2) as (canvas, panel):
-            draw_points(panel, groups, "held-out loss, nats per token")
+            draw_points(panel, groups, "held-out loss, nats per token", colours)
             panel.set_title(f"The same parameters and data; Parcae at T = {LOOPS}")
             return plotting.save(canvas, path)
 
