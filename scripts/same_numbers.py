@@ -90,7 +90,15 @@ def generated_text(run: Path) -> list[Any]:
     ):
         output = json.loads(
             parcae(
-                "generate", run, "import ", "--new-tokens", "24", "--loops", "4", *options, "--json"
+                "generate",
+                run,
+                "import ",
+                "--max-new-tokens",
+                "24",
+                "--loops",
+                "4",
+                *options,
+                "--json",
             )
         )
         texts.append(output["text"])

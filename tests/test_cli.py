@@ -54,8 +54,11 @@ def test_show_applies_flags(capsys, tmp_path):
             ["train", "recipe.toml", "--reusme=out"],
             "--reusme: no such option. Did you mean",
         ),
-        (["generate", "run", "--wieghts", "int8"], "Did you mean --weights?"),
-        (["generate", "run", "--weights", "int9"], "'int9' is not an option. Did you mean int8?"),
+        (["generate", "run", "--wieght-dtype", "int8"], "Did you mean --weight-dtype?"),
+        (
+            ["generate", "run", "--weight-dtype", "int9"],
+            "'int9' is not an option. Did you mean int8?",
+        ),
         (["show", "parcae-1"], "Did you mean parcae-1m? `parcae presets` lists all."),
         (["show", "parcae-1m", "--model.widht", "3"], "Did you mean width"),
         (["show", "nowhere.toml"], "no such recipe"),

@@ -180,7 +180,7 @@ def check_nesting(value: Any) -> None:
     raise ValueError(f"nested more than {DEEPEST_NESTING} levels deep")
 
 
-def inside(folder: Path, name: object) -> Path:
+def path_inside(folder: Path, name: object) -> Path:
     """The path of a file that a manifest names; FileError where it is not within the folder.
 
     A symbolic link may lead to another file of the folder, not out of it.
@@ -229,7 +229,7 @@ def sha256(path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(folder: str | Path) -> Iterator[None]:
+def lock_folder(folder: str | Path) -> Iterator[None]:
     """Lock `folder` against other processes; the system frees the lock of a killed one.
 
     The file `.lock` holds the process id of the owner and stays when the lock is released.
@@ -259,7 +259,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
 def is_in_use(folder: str | Path) -> bool:
     """Whether another process holds the folder's lock now."""
     try:
-        with exclusive(folder):
+        with lock_folder(folder):
             return False
     except InUseError:
         return True

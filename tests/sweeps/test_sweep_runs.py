@@ -16,7 +16,7 @@ import pytest
 
 import parcae
 from parcae.cli import main
-from parcae.files import exclusive, write_json
+from parcae.files import lock_folder, write_json
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
 from parcae.runs import FINAL_STATUSES, last_step, list_checkpoints, read_result, read_status
@@ -152,7 +152,7 @@ def test_a_dry_run_of_a_larger_grid_writes_nothing(whole, recipe):
 
 
 def test_a_second_process_is_refused(whole, capsys):
-    with exclusive(whole):
+    with lock_folder(whole):
         assert main(["sweep", str(whole)]) == 2
     assert "another process" in capsys.readouterr().err
 

@@ -129,9 +129,9 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
     run, recipe = tmp_path / "run", tmp_path / "recipe.toml"
     changes = {"run": {"max_nonfinite_steps": 8}, "budget": {"steps": 20}}
     from parcae.recipe import write_toml
-    from parcae.training.settings import plain_recipe
+    from parcae.training.settings import recipe_to_dict
 
-    recipe.write_text(write_toml(plain_recipe(runs.recipe(text, **changes))))
+    recipe.write_text(write_toml(recipe_to_dict(runs.recipe(text, **changes))))
     with monkeypatch.context() as patched:
         poison(patched, set(range(7, 10**6)), math.nan)
         assert cli.main(["train", str(recipe), "--out", str(run)]) == 1

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS, TEMPERATURE
+from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 
 if TYPE_CHECKING:
     from parcae.infer.engine import Engine
@@ -66,12 +66,12 @@ OPTIONS = (
         f"tokens per draft (default: {DRAFT_TOKENS})",
     ),
     Option(
-        "new-tokens",
-        "new_tokens",
+        "max-new-tokens",
+        "max_new_tokens",
         int,
-        NEW_TOKENS,
+        MAX_NEW_TOKENS,
         "N",
-        f"largest number of tokens (default: {NEW_TOKENS})",
+        f"largest number of tokens (default: {MAX_NEW_TOKENS})",
     ),
     Option(
         "temperature",
@@ -159,7 +159,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "which is exact)",
     )
     parser.add_argument(
-        "--weights",
+        "--weight-dtype",
         default="float32",
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
@@ -203,8 +203,8 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint.model,
         checkpoint.tokenizer,
         cache=arguments.cache,
-        weights=arguments.weights,
-        rows=4 if interactive else 1,
+        weight_dtype=arguments.weight_dtype,
+        max_batch_size=4 if interactive else 1,
     )
     options = {option.name: getattr(arguments, option.name) for option in OPTIONS}
     options["stop"] = tuple(options["stop"] or ())

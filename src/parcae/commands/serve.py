@@ -54,7 +54,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "(default: none)",
     )
     parser.add_argument(
-        "--weights",
+        "--weight-dtype",
         default="float32",
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             **{field.name: getattr(arguments, field.name) for field in fields(ServerSettings)}
         ),
         on_start=announce,
-        weights=arguments.weights,
+        weight_dtype=arguments.weight_dtype,
         cache=arguments.cache,
     )
     return 0

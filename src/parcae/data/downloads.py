@@ -31,7 +31,7 @@ from parcae.files import (
     FileError,
     WriteError,
     atomic_path,
-    exclusive,
+    lock_folder,
     read_sealed,
     sha256,
     write_sealed,
@@ -113,7 +113,7 @@ def download(
         f"{first_files} is out of range",
         "It must be >= 1; omit it to download all files.",
     )
-    with exclusive(folder):
+    with lock_folder(folder):
         dataset = _read_record(folder, repository, subfolder, revision)
         if dataset is None:
             dataset = _list_files(repository, subfolder, revision or "main", endpoint)

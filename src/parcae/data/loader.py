@@ -35,8 +35,8 @@ from parcae.data.order import (
     SourcePosition,
     order_keys,
     plan_steps,
-    read_state,
-    write_state,
+    position_from_json,
+    position_to_json,
 )
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, documents_as_packed, pack
 from parcae.data.shards import Documents, ShardedDocuments, read_manifest
@@ -163,11 +163,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what identifies the data it refers to, as plain JSON."""
-        return write_state(self._identity, self._position)
+        return position_to_json(self._identity, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken; ranks and `prefetch` may differ."""
-        position = read_state(state, self._identity, [plan.blocks for plan in self.plans])
+        position = position_from_json(state, self._identity, [plan.blocks for plan in self.plans])
         self.close()
         self._position = position
 

@@ -63,7 +63,7 @@ from parcae.data.tokenizer import Tokenizer, map_batches
 from parcae.files import (
     FileError,
     WriteError,
-    exclusive,
+    lock_folder,
     read_sealed,
     reading,
     sha256,
@@ -157,7 +157,7 @@ def write_shards(
     """Write the shards and return the manifest; call it again to resume."""
     folder = Path(folder)
     _check_folder(work, folder)
-    with exclusive(folder):
+    with lock_folder(folder):
         if (folder / MANIFEST).exists():
             return _check_finished(work, folder, report)
         state = _begin(work, folder, report)

@@ -39,7 +39,7 @@ SHUFFLE_SEED = 1337
 BLANK_LINE = "\n\n"
 
 
-def shuffled(count: int) -> list[int]:
+def shuffled_order(count: int) -> list[int]:
     """Rows of the file in the order of evaluation."""
     order = list(range(count))
     random.Random(SHUFFLE_SEED).shuffle(order)
@@ -70,7 +70,7 @@ def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
     return texts
 
 
-def tokenised(
+def tokenise_item(
     kind: Kind,
     texts: Sequence[str],
     encode: Callable[[str], list[int]],
@@ -101,7 +101,7 @@ class Questions:
     def __init__(self, task: Task, source: DataFile) -> None:
         self.task, self.source = task, source
         items = read_items(source.path, task.kind)
-        self.rows = shuffled(len(items))
+        self.rows = shuffled_order(len(items))
         """The row of the file of each item."""
         self.items: list[Item] = [items[row] for row in self.rows]
         if task.shots >= len(self.items):
@@ -151,7 +151,7 @@ class InContext(PromptJob):
         return render(self.task, items[index], [items[example] for example in examples])
 
     def prompt(self, index: int, scorer: Scorer) -> Prompt:
-        return tokenised(
+        return tokenise_item(
             self.task.kind, self.texts(index), scorer.encode, scorer.bos, scorer.context_length
         )
 

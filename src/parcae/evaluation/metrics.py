@@ -28,7 +28,7 @@ def bits_per_byte(nats: float, size: float) -> float:
     return nats / math.log(2) / size
 
 
-def finite(value: float | None) -> float | None:
+def nan_to_none(value: float | None) -> float | None:
     """None for inf and NaN, which JSON has not."""
     return value if value is not None and math.isfinite(value) else None
 

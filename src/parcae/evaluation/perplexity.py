@@ -28,8 +28,8 @@ from parcae.evaluation.jobs import (
 )
 from parcae.evaluation.metrics import (
     bits_per_byte,
-    finite,
     mean,
+    nan_to_none,
     perplexity,
     standard_error,
     sums,
@@ -115,7 +115,7 @@ class Passages(PromptJob):
         return {
             "accuracy": mean(right),
             "standard_error": standard_error(right),
-            "perplexity": finite(perplexity(nats)),
+            "perplexity": nan_to_none(perplexity(nats)),
         }
 
 
@@ -174,9 +174,9 @@ class RunningText(PromptJob):
         )
         return {
             "loss": nats / tokens,
-            "perplexity": finite(perplexity(nats / tokens)),
-            "word_perplexity": finite(perplexity(nats / words)),
-            "byte_perplexity": finite(perplexity(nats / size)),
+            "perplexity": nan_to_none(perplexity(nats / tokens)),
+            "word_perplexity": nan_to_none(perplexity(nats / words)),
+            "byte_perplexity": nan_to_none(perplexity(nats / size)),
             "bits_per_byte": bits_per_byte(nats, size),
         }
 

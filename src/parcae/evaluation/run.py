@@ -21,7 +21,7 @@ from parcae.evaluation.scorer import Scorer, State, open_scorer
 from parcae.evaluation.suites import SEEDS, SUITES, Suite, SuiteOptions, check_data, check_suites
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
-from parcae.files import exclusive, write_json, writing
+from parcae.files import lock_folder, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
@@ -161,7 +161,7 @@ def evaluate(
     report(Progress(scorer.name, scorer.is_looped, scorer.loops))
     if out is None:
         return _evaluate(scorer, names, options, state, None, False, report, start)
-    with exclusive(out):
+    with lock_folder(out):
         return _evaluate(scorer, names, options, state, Path(out), overwrite, report, start)
 
 

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from parcae.config import ConfigError
 from parcae.data.downloads import RemoteFile, Report, fetch, is_intact
-from parcae.files import FileError, exclusive, reading
+from parcae.files import FileError, lock_folder, reading
 from parcae.recipe import suggest
 
 T = TypeVar("T")
@@ -303,7 +303,7 @@ def download_tasks(
     address = urlsplit(collection)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ConfigError(f"mirror: {collection!r} is not an http(s) address such as {COLLECTION}.")
-    with exclusive(folder):
+    with lock_folder(folder):
         _refuse_other_files(files, folder)
         for file in files:
             url = f"{collection.rstrip('/')}/{file.path}"

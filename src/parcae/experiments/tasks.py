@@ -26,7 +26,7 @@ import torch
 
 from parcae.config import ConfigError
 from parcae.data.loader import Batch
-from parcae.files import exclusive, write_text
+from parcae.files import lock_folder, write_text
 from parcae.machine import keep_freed_memory
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.recipe import write_toml
@@ -36,7 +36,7 @@ from parcae.training.distributed import Workers, deterministic, find_device
 from parcae.training.learner import Learner
 from parcae.training.log import Display
 from parcae.training.run import read_recipe
-from parcae.training.settings import Recipe, plain_recipe, recipe_from_file
+from parcae.training.settings import Recipe, recipe_from_file, recipe_to_dict
 from parcae.training.trainer import Trainer
 
 PREFIX = "task:"
@@ -273,7 +273,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any
     with ExitStack() as stack:
         workers = Workers(find_device(recipe.run.device))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
-        stack.enter_context(exclusive(out))
+        stack.enter_context(lock_folder(out))
         if not resume:
             _start(out, recipe)
         learner = Learner(recipe, workers, TaskData(task))
@@ -287,7 +287,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any
 def _start(run: Path, recipe: Recipe) -> None:
     if (run / METRICS_FILE).exists():
         raise ConfigError(f"{run}: exists and holds a run. Resume it, or use another folder.")
-    write_text(run / RECIPE_FILE, write_toml(plain_recipe(recipe)))
+    write_text(run / RECIPE_FILE, write_toml(recipe_to_dict(recipe)))
 
 
 @torch.no_grad()

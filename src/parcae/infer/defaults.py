@@ -4,7 +4,7 @@ Nothing is imported here, so that the help of a command is fast.
 """
 
 TEMPERATURE = 0.8
-NEW_TOKENS = 128
+MAX_NEW_TOKENS = 128
 """The largest number of tokens generated."""
 DRAFT_TOKENS = 4
 """Tokens of a speculative draft."""

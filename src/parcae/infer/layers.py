@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from parcae.config import BlockShape, ModelConfig
 from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.quantise import FloatMatrix, Matrix, Weights, aligned, matrix, to_int8
+from parcae.infer.quantise import FloatMatrix, Matrix, WeightDType, aligned, matrix, to_int8
 from parcae.model.base import LanguageModel
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
 from parcae.model.injection import (
@@ -255,7 +255,7 @@ class FoldedModel:
     """All weights of a model, ready to decode with. A Transformer is all prelude, without loops."""
 
     config: ModelConfig
-    weights: Weights
+    weight_dtype: WeightDType
     """The format of the matrices."""
     layout: Layout
     device: torch.device
@@ -282,7 +282,7 @@ class FoldedModel:
     def of(
         cls,
         model: LanguageModel,
-        weights: Weights = "float32",
+        weight_dtype: WeightDType = "float32",
         dtype: torch.dtype | None = None,
     ) -> FoldedModel:
         """Shares memory with the model where nothing has to be folded or converted.
@@ -294,16 +294,18 @@ class FoldedModel:
             on_cpu = model.device.type == "cpu"
             dtype = torch.float32 if on_cpu else model.embed.weight.dtype
         with without_autocast(model.device):
-            return cls._fold(model, weights, dtype)
+            return cls._fold(model, weight_dtype, dtype)
 
     @classmethod
-    def _fold(cls, model: LanguageModel, weights: Weights, dtype: torch.dtype) -> FoldedModel:
+    def _fold(
+        cls, model: LanguageModel, weight_dtype: WeightDType, dtype: torch.dtype
+    ) -> FoldedModel:
         config, device = model.config, model.device
 
         def prepare(weight: Tensor) -> Matrix:
-            if dtype != torch.float32 and weights != "int8":
+            if dtype != torch.float32 and weight_dtype != "int8":
                 return FloatMatrix(weight.detach().to(dtype))
-            return matrix(weight, weights)
+            return matrix(weight, weight_dtype)
 
         def norm(module: nn.RMSNorm) -> ScaledNorm:
             return ScaledNorm.of(module.weight, config.norm_eps, dtype)
@@ -334,7 +336,7 @@ class FoldedModel:
         unembedding = embedding if model.head is None else _table(model.head, dtype)
         return cls(
             config=config,
-            weights=weights,
+            weight_dtype=weight_dtype,
             layout=Layout.of(config),
             device=device,
             dtype=dtype,
@@ -376,7 +378,7 @@ class FoldedModel:
         mix = self.mix.map(to_int8) if isinstance(self.mix, LinearMix) else self.mix
         return replace(
             self,
-            weights="int8",
+            weight_dtype="int8",
             prelude=prelude,
             core=core,
             coda=coda,

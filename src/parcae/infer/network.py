@@ -11,7 +11,7 @@ call one by one:
     network.logits(x)
 
 `NativeNetwork` (native/network.py) runs passes of a few tokens on a CPU in one call of C++, and
-`AutoNetwork` gives each pass to one of the two: with `layers="auto"` to the faster one, measured
+`AutoNetwork` gives each pass to one of the two: with `backend="auto"` to the faster one, measured
 when a size of pass is first met (native/choice.py).
 """
 
@@ -34,10 +34,10 @@ from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
 from parcae.infer.native.choice import Passes
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
-from parcae.infer.quantise import WEIGHTS, Weights
+from parcae.infer.quantise import WEIGHT_DTYPES, WeightDType
 from parcae.model.base import LanguageModel
 
-Layers = Literal["auto", "native", "torch", "static"]
+Backend = Literal["auto", "native", "torch", "static"]
 
 
 class Network(Protocol):
@@ -263,7 +263,7 @@ class AutoNetwork:
     def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
         self.native, self.torch = NativeNetwork(model, kernels), TorchNetwork(model)
-        shape = f"{model.config}, {model.weights}"
+        shape = f"{model.config}, {model.weight_dtype}"
         self._choices = kernels.choices(shape) if kernels.measured else None
 
     @property
@@ -275,7 +275,7 @@ class AutoNetwork:
     @cached_property
     def drafter(self) -> AutoNetwork:
         """The network for speculative drafts: int8 matrices are faster."""
-        if self.model.weights != "float32":
+        if self.model.weight_dtype != "float32":
             return self
         return AutoNetwork(self.model.to_int8(), self.kernels)
 
@@ -329,36 +329,43 @@ AnyNetwork = TorchNetwork | AutoNetwork
 
 
 def open_network(
-    model: LanguageModel, weights: Weights = "float32", layers: Layers = "auto"
+    model: LanguageModel, weight_dtype: WeightDType = "float32", backend: Backend = "auto"
 ) -> AnyNetwork:
-    """The network of a model. `layers`: "native", "torch", "static" (PyTorch, as `StaticDecoder`
+    """The network of a model. `backend`: "native", "torch", "static" (PyTorch, as `StaticDecoder`
     needs it), or "auto" for C++ if it is available and supports the model."""
-    options = ", ".join(WEIGHTS)
-    require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
-    kernels = available_kernels(layers, weights, model.device)
-    folded = FoldedModel.of(model, weights)
+    options = ", ".join(WEIGHT_DTYPES)
+    require(
+        weight_dtype in WEIGHT_DTYPES,
+        "weight_dtype",
+        f"{weight_dtype!r} is not an option",
+        f"Use {options}.",
+    )
+    kernels = available_kernels(backend, weight_dtype, model.device)
+    folded = FoldedModel.of(model, weight_dtype)
     if kernels is not None and isinstance(folded.mix, LinearMix):
         return AutoNetwork(folded, kernels)
     injection = f"C++ does not have the injection {model.config.injection!r}"
-    require(layers != "native", "layers", injection, "Use layers='auto'.")
-    return TorchNetwork(folded.with_real_phases() if layers == "static" else folded)
+    require(backend != "native", "backend", injection, "Use backend='auto'.")
+    return TorchNetwork(folded.with_real_phases() if backend == "static" else folded)
 
 
-def available_kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
+def available_kernels(
+    backend: Backend, weight_dtype: WeightDType, device: torch.device
+) -> Kernels | None:
     """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
-    known = layers in get_args(Layers)
-    require(known, "layers", f"{layers!r} is not an option", "Use auto, native, torch or static.")
-    fits = device.type == "cpu" and weights != "bfloat16"
-    if layers in ("torch", "static") or (layers == "auto" and not fits):
+    known = backend in get_args(Backend)
+    require(known, "backend", f"{backend!r} is not an option", "Use auto, native, torch or static.")
+    fits = device.type == "cpu" and weight_dtype != "bfloat16"
+    if backend in ("torch", "static") or (backend == "auto" and not fits):
         return None
     reason = "'native' needs float32 or int8 weights on a CPU"
-    require(fits, "layers", reason, "Use layers='auto'.")
+    require(fits, "backend", reason, "Use backend='auto'.")
     try:
-        return Kernels(measured=layers == "auto")
+        return Kernels(measured=backend == "auto")
     except KernelsUnavailable as problem:
-        remedy = "Use layers='torch'."
-        require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
-        if weights == "int8":
+        remedy = "Use backend='torch'."
+        require(backend == "auto", "backend", f"'native' is not available: {problem}", remedy)
+        if weight_dtype == "int8":
             message = f"int8 saves memory but no time without the C++ layers: {problem}."
             warnings.warn(message, stacklevel=4)
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from parcae.config import ConfigError, ModelConfig, require
-from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS
+from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
 
@@ -56,7 +56,7 @@ class Request:
     """A prompt and what to do with it; `Engine.request` makes one from text or ids and options."""
 
     prompt: tuple[int, ...]
-    new_tokens: int = NEW_TOKENS
+    max_new_tokens: int = MAX_NEW_TOKENS
     plan: DepthPlan
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -67,7 +67,7 @@ class Request:
     """Return log-probabilities of each token and of the likeliest `logprobs` tokens; None: none."""
 
     def __post_init__(self) -> None:
-        check_whole("new_tokens", self.new_tokens, 1)
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("seed", self.seed)
         texts = all(isinstance(text, str) for text in self.stop)
         require(texts, "stop", f"{self.stop!r} is not text", "Give token ids as stop_tokens.")

@@ -185,7 +185,7 @@ class Rows:
 
     def _length(self, requests: Sequence[Request]) -> int:
         """The longest sequence that may result, in tokens."""
-        longest = max(len(r.prompt) + r.new_tokens for r in requests)
+        longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
         return min(longest, self.cache.layout.context_length)
 
 

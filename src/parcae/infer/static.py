@@ -34,7 +34,7 @@ RECOMPILE_LIMIT = 64
 """Compiled versions of a step: for numbers of rows, positions and loops, and kinds of sampling."""
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """The state of R rows, as tensors [R] on the device."""
 
     tokens: Tensor
@@ -74,7 +74,7 @@ class StaticCache:
 class StaticBatch:
     """One token of each row; takes the place of a `Batch`."""
 
-    def __init__(self, rows: Rows, length: int) -> None:
+    def __init__(self, rows: DeviceRows, length: int) -> None:
         """`length`: positions of the cache that are attended to; masked beyond each row's own."""
         self.length = length
         self.id_tensor = rows.tokens
@@ -107,7 +107,7 @@ class StaticBatch:
 def decode_step(
     network: TorchNetwork,
     cache: Cache,
-    rows: Rows,
+    rows: DeviceRows,
     sampling: RowSampling,
     seen: Tensor | None,
     loops: int,
@@ -208,11 +208,11 @@ class StaticDecoder:
         both = torch.stack((torch.stack(tokens), torch.stack(finite).long())).tolist()
         return both[0], both[1]
 
-    def _rows(self, sequences: Sequence[RunningSequence | None]) -> Rows:
+    def _rows(self, sequences: Sequence[RunningSequence | None]) -> DeviceRows:
         def column(values: Iterator[int]) -> Tensor:
             return torch.tensor(list(values), device=self.cache.device)
 
-        return Rows(
+        return DeviceRows(
             tokens=column(0 if s is None else s.tokens[-1] for s in sequences),
             positions=column(0 if s is None else len(s.tokens) - 1 for s in sequences),
             limits=column(0 if s is None else len(s.tokens) - 1 + s.room for s in sequences),

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parcae.files import FileError, flush, inside, read_json, sha256, write_json
+from parcae.files import FileError, flush, path_inside, read_json, sha256, write_json
 from parcae.model import CONFIG_FILE
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
@@ -120,7 +120,7 @@ def verify_checkpoint(folder: Path) -> None:
     for name in sorted(read - checksums.keys()):
         raise FileError(f"{folder / name}: not a file of this checkpoint. Remove it.")
     for name, expected in checksums.items():
-        file = inside(folder, name)
+        file = path_inside(folder, name)
         if not file.is_file():
             raise FileError(f"{file}: missing. {REMEDY}")
         if sha256(file) != expected:

@@ -49,7 +49,7 @@ class ServedModel:
         self.engine = Engine(
             model,
             tokenizer,
-            rows=settings.rows,
+            max_batch_size=settings.max_batch_size,
             prefill_tokens=settings.prefill_tokens,
             max_cache_bytes=_cache_bytes(model, settings),
             **engine_options,
@@ -94,7 +94,7 @@ class ServedModel:
         requests = []
         for prompt in prompts:
             ids = list(self.engine.encode(prompt))
-            common = {**options, "new_tokens": self._new_tokens(body, ids)}
+            common = {**options, "max_new_tokens": self._max_new_tokens(body, ids)}
             for index in range(count):
                 request = self._request(ids, seed + index, stop_tokens, common)
                 requests.append(request)
@@ -110,7 +110,7 @@ class ServedModel:
             raise invalid(PARAMS.get(param, param), message or param) from None
         self.check_loops(request.plan.loops)
         cache = self.engine.cache
-        needed = cache.bytes_per_token(request.plan.loops) * (len(ids) + request.new_tokens)
+        needed = cache.bytes_per_token(request.plan.loops) * (len(ids) + request.max_new_tokens)
         if cache.max_bytes is not None and needed > cache.max_bytes:
             size = f"{format_bytes(needed)} of {format_bytes(cache.max_bytes)}"
             raise invalid("max_tokens", f"The request needs too much cache: {size}.")
@@ -128,7 +128,7 @@ class ServedModel:
             message = f"The prompt has {len(ids)} tokens, but at most {limit} are allowed."
             raise invalid("prompt", message, "context_length_exceeded")
 
-    def _new_tokens(self, body: Sampled, ids: Sequence[int]) -> int:
+    def _max_new_tokens(self, body: Sampled, ids: Sequence[int]) -> int:
         self.check_length(ids)
         context = self.model.config.context_length
         limit, given = self.settings.max_new_tokens or context, body.token_limit()
@@ -140,11 +140,11 @@ class ServedModel:
 
     def expose(self, exposition: Exposition) -> None:
         """Add the model's metrics."""
-        cache, rows = self.engine.cache, self.engine.rows
+        cache = self.engine.cache
         gauges = {
             "queue_waiting": ("Texts that wait.", self.scheduler.waiting),
             "running": ("Texts that are decoded.", self.scheduler.running),
-            "rows": ("Texts that can be decoded together.", rows.max_rows),
+            "rows": ("Texts that can be decoded together.", self.engine.max_batch_size),
             "cache_bytes": ("Allocated key-value cache.", cache.bytes),
             "cache_limit_bytes": ("Its largest size.", cache.max_bytes or 0),
         }
@@ -154,7 +154,7 @@ class ServedModel:
             exposition.add(name, "gauge", help, value, model=self.name)
 
 
-PARAMS = {"loops": "num_loops", "draft_loops": "draft", "new_tokens": "max_tokens"}
+PARAMS = {"loops": "num_loops", "draft_loops": "draft", "max_new_tokens": "max_tokens"}
 """Fields by the engine's names."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import exclusive
+from parcae.files import lock_folder
 from parcae.machine import StopSignals
 from parcae.recipe import build, from_file
 from parcae.runs import read_result
@@ -161,7 +161,7 @@ def sweep(
     if dry_run:
         runner.show_plan()
         return runner.result()
-    with exclusive(folder.path):
+    with lock_folder(folder.path):
         if planned is not None:
             runner.runs = folder.extended(planned)  # another process may have extended it
         folder.write_plan(runner.runs)

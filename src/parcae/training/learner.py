@@ -18,15 +18,15 @@ from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import build
 from parcae.model.base import LanguageModel
-from parcae.model.flops import executed
+from parcae.model.flops import executed_flops
 from parcae.model.store import header
 from parcae.training.checkpoint_writer import Snapshot
 from parcae.training.corpora import TrainingData
 from parcae.training.distributed import Workers, compute_dtype
 from parcae.training.divergence import Guard
 from parcae.training.optim import Optimiser
-from parcae.training.schedule import factors, total_steps
-from parcae.training.settings import Recipe, plain_recipe
+from parcae.training.schedule import schedule_factors, total_steps
+from parcae.training.settings import Recipe, recipe_to_dict
 from parcae.training.telemetry import observe
 
 SAMPLE_DEPTHS = (1, 2, 4, 8)
@@ -95,7 +95,7 @@ class Learner:
                 share = output.loss * (len(mine) / len(rows))
                 share.backward()
             loss += share.detach()
-            flops += executed(self.recipe.model, output.depths, inputs.shape[1])
+            flops += executed_flops(self.recipe.model, output.depths, inputs.shape[1])
             depths += output.depths.loops
         norm = self._clip()
         local = [loss.item(), flops, sum(depths) / len(depths), max(depths)]
@@ -104,7 +104,9 @@ class Learner:
         taken = self.guard.accepts(mean_loss, norm)
         if taken:
             schedule, optimiser = self.recipe.schedule, self.recipe.optimiser
-            self.optimiser.step(factors(schedule, optimiser, self.step, progress, self.total))
+            self.optimiser.step(
+                schedule_factors(schedule, optimiser, self.step, progress, self.total)
+            )
         self.optimiser.zero_grad()
         self.step += 1
         deepest = int(of_all[:, 3].max())
@@ -182,7 +184,7 @@ class Learner:
                 "processes": self.workers.size,
                 "threads": torch.get_num_threads(),
                 "seed": self.recipe.run.seed,
-                "recipe": plain_recipe(self.recipe),
+                "recipe": recipe_to_dict(self.recipe),
                 "sources": self.corpora.fingerprints(),
                 "data": self.loader.state_dict(),
                 "guard": self.guard.state(),
@@ -217,14 +219,14 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
     looped = recipe.model.architecture == "looped"
     depths = sorted({*SAMPLE_DEPTHS, recipe.model.loop.nominal_loops}) if looped else [1]
     samples: list[Sample] = []
-    engine = Engine(model, rows=1)
+    engine = Engine(model, max_batch_size=1)
     for prompt in recipe.run.sample_prompts:
         ids = [tokenizer.bos, *tokenizer.encode(prompt)][-recipe.model.context_length :]
         for depth in depths:
             try:
                 completion = engine.generate(
                     ids,
-                    new_tokens=recipe.run.sample_tokens,
+                    max_new_tokens=recipe.run.sample_tokens,
                     loops=depth,
                     temperature=TEMPERATURE,
                     top_k=50,

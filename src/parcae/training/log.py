@@ -46,7 +46,7 @@ class Log:
             raise FileError(f"{self.path}: cannot be written ({error.strerror}).") from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        line = json.dumps({"kind": kind, "step": step, **finite(values)}, allow_nan=False)
+        line = json.dumps({"kind": kind, "step": step, **nan_to_none(values)}, allow_nan=False)
         try:
             write_all(self._stream, f"{line}\n".encode())
         except OSError as error:
@@ -82,14 +82,14 @@ def keep_until(path: Path, step: int) -> None:
     write_text(path, "".join(kept))
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """The same tree with null for NaN and infinities."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): finite(inner) for key, inner in value.items()}
+        return {str(key): nan_to_none(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [nan_to_none(inner) for inner in value]
     return value
 
 

@@ -78,7 +78,7 @@ class Plan:
     data: list[SourceUse] | None
     """What is used of each source; None where one does not exist yet."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, as `parcae plan --json` prints them."""
         tree = asdict(self)
         tree["memory"]["total"] = self.memory.total
@@ -86,7 +86,7 @@ class Plan:
 
     def table(self) -> list[dict[str, Any]]:
         """One row per quantity: {"quantity": ..., "value": ...}."""
-        values = self.plain()
+        values = self.to_dict()
         memory = {f"memory_{name}": size for name, size in values.pop("memory").items()}
         sources: list[dict[str, Any]] = values.pop("data") or []
         data = {

@@ -28,9 +28,9 @@ from parcae.runs.layout import (
 )
 from parcae.training.settings import (
     Recipe,
-    plain_recipe,
     recipe_from_file,
     recipe_from_tree,
+    recipe_to_dict,
     resolve_recipe,
 )
 from parcae.training.start import with_recorded_start
@@ -107,7 +107,7 @@ class TrainResult:
         """
         return [flatten(line) for line in read_metrics(self.folder).get(kind, [])]
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The contents of result.json."""
         tree = asdict(self)
         del tree["folder"]
@@ -248,7 +248,7 @@ def _last_state(run: Path) -> dict[str, Any] | None:
 
 def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
     """Refuse a setting that changes what is learned."""
-    old, new = flatten(plain_recipe(before)), flatten(plain_recipe(now))
+    old, new = flatten(recipe_to_dict(before)), flatten(recipe_to_dict(now))
     for key in differences(old, new):
         table, _, name = key.partition(".")
         if name in MOVED.get(table, ()):
@@ -278,4 +278,4 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") ->
 
 
 def _recipe_text(recipe: Recipe) -> str:
-    return HEADER + write_toml(plain_recipe(recipe))
+    return HEADER + write_toml(recipe_to_dict(recipe))

@@ -15,10 +15,10 @@ import torch
 from parcae import console
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, exclusive, interpreting, write_json
+from parcae.files import FileError, interpreting, lock_folder, write_json
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
-from parcae.recipe import plain
+from parcae.recipe import to_dict
 from parcae.runs.layout import RESULT_FILE, STATE_FILE, checkpoint_path, list_steps
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
@@ -26,12 +26,12 @@ from parcae.training.data_use import use_of_loader
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Display, Log, finite, open_trackers
+from parcae.training.log import Display, Log, nan_to_none, open_trackers
 from parcae.training.memory_estimate import choose_micro_batch
 from parcae.training.plan import UTILISATION, peak_flops, step_seconds
 from parcae.training.run import TrainResult, read_recipe, resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
-from parcae.training.settings import Recipe, located, plain_recipe
+from parcae.training.settings import Recipe, recipe_to_dict, with_absolute_paths
 from parcae.training.start import read_start
 
 AVERAGED_STEPS = 20
@@ -49,7 +49,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
 
     All processes of a run call this; `parcae.train` is the public call.
     """
-    recipe = located(recipe)
+    recipe = with_absolute_paths(recipe)
     keep_freed_memory()
     with ExitStack() as stack:
         stack.enter_context(SpinLimiter())
@@ -61,7 +61,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
         with workers.first_works():  # tokenising may take hours
             if workers.is_first:
                 try:
-                    stack.enter_context(exclusive(out))
+                    stack.enter_context(lock_folder(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
                 except (ConfigError, FileError) as error:
                     failure = error
@@ -156,7 +156,7 @@ class Trainer:
         failure = None
         if self.workers.is_first:
             try:
-                settings, step = plain_recipe(self.recipe), self.learner.step
+                settings, step = recipe_to_dict(self.recipe), self.learner.step
                 trackers = open_trackers(self.recipe.run.trackers, self.out, settings, step)
                 self.log = Log(self.out, step, trackers)
             except (ConfigError, FileError) as error:
@@ -277,7 +277,7 @@ class Trainer:
         telemetry = self.learner.measure_telemetry()
         if telemetry is not None:
             self._write("telemetry", **telemetry)
-            self.first_telemetry = self.first_telemetry or finite(telemetry)
+            self.first_telemetry = self.first_telemetry or nan_to_none(telemetry)
 
     def _validate(self) -> bool:
         """Validate where rows are held out; returns whether the loss is the lowest so far."""
@@ -316,11 +316,11 @@ class Trainer:
             "seconds": self.seconds,
             "training_seconds": self.training_seconds,
             "executed_flops": self.executed_flops,
-            "best_loss": finite(self.best_loss),
+            "best_loss": nan_to_none(self.best_loss),
             "recent_losses": list(self.recent_losses),
             "first_telemetry": self.first_telemetry,
-            "validation_loss": finite(self.deciding_loss(losses)) if losses else None,
-            "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
+            "validation_loss": nan_to_none(self.deciding_loss(losses)) if losses else None,
+            "validation": nan_to_none({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
         return True
@@ -365,7 +365,9 @@ class Trainer:
     def _diagnose(self) -> str:
         telemetry = self.learner.measure_telemetry()
         lr = self.learner.optimiser.learning_rates()
-        return diagnose(None if telemetry is None else finite(telemetry), self.first_telemetry, lr)
+        return diagnose(
+            None if telemetry is None else nan_to_none(telemetry), self.first_telemetry, lr
+        )
 
     def _print_start(self) -> None:
         recipe, learner = self.recipe, self.learner
@@ -453,9 +455,9 @@ class Trainer:
             seed=self.recipe.run.seed,
             torch=str(torch.__version__),
             samples=[dict(sample) for sample in samples],
-            model=plain(self.recipe.model),
+            model=to_dict(self.recipe.model),
         )
-        contents = finite(result.plain())
+        contents = nan_to_none(result.to_dict())
         if self.workers.is_first:
             write_json(self.out / RESULT_FILE, contents)
         self._print_end(status, diagnosis)
