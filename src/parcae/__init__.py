@@ -15,12 +15,13 @@ serving, commands; the docstring of each lists its modules. Modules:
 
     config     model and loop configuration      presets    models by name
     schema     validation of settings: types, ranges, messages
-    recipe     recipes: TOML files and flags to tables of settings
+    recipe     recipes: TOML files and flags to tables of settings; unknown keys
     registry   injections, samplers and optimisers by name; a user's files
     files      atomic writes, checksums, locks   tables     tables as Markdown, CSV, LaTeX
     console    output, progress, numbers         plotting   style of figures
-    machine    memory, cores, signals, cache     rng        random numbers by key
-    cli        the command `parcae`, also as `python -m parcae` (__main__)
+    machine    memory, cores, signals, cache     device     auto, cpu, cuda, mps
+    cli        the command `parcae`, also as     rng        random numbers by key
+               `python -m parcae` (__main__)
 """
 
 from __future__ import annotations

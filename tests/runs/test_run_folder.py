@@ -114,7 +114,7 @@ def test_the_tokenizer_is_the_one_beside_the_weights_or_of_the_run(run):
         open_checkpoint(run)
     write_state(newest, 1000, {})
     assert open_checkpoint(run).tokenizer.sha256 == other.sha256
-    assert open_checkpoint(run, run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
+    assert open_checkpoint(run, tokenizer=run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
 
 
 def test_the_run_of_a_path(run, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parcae.console import parse_int_list, parse_list
+from parcae.device import DEVICE_HELP
 from parcae.evaluation.suites import SUITES
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="tokens the model reads at a time (default: its context length)",
     )
-    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from parcae.device import DEVICE_HELP
 from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
     )
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -198,7 +200,12 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.infer.sampling import NonFiniteLogits
     from parcae.runs import open_checkpoint
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
+    checkpoint = open_checkpoint(
+        arguments.checkpoint,
+        tokenizer=arguments.tokenizer,
+        best=arguments.best,
+        device=arguments.device,
+    )
     engine = Engine(
         checkpoint.model,
         checkpoint.tokenizer,

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from parcae import console
 from parcae.config import ConfigError, require
+from parcae.device import is_available
 from parcae.evaluation.branches import batches
 from parcae.evaluation.prompts import Answer, Prompt, Span, continuations, windows
 from parcae.evaluation.scorer import LoopedScorer, is_transformers_model, open_scorer
@@ -213,6 +213,6 @@ def _seed(context: str, repeat: int) -> int:
 
 def _available(device: str | None) -> str:
     """The harness's default device is cuda, also where there is none."""
-    if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-        return "cpu"
+    if device is None or (device.startswith("cuda") and not is_available("cuda")):
+        return "auto"
     return device

@@ -109,7 +109,8 @@ def evaluate(
         best: Evaluate the checkpoint of a run with the lowest validation loss, not the newest.
         batch_tokens: Tokens scored at a time. Default: chosen for the device.
         context_length: Tokens the model reads at a time. Default: its context length.
-        device: Where the model runs. Default: cpu, or where a model in memory is.
+        device: Where the model runs. Default: CUDA where it is available, else the CPU; a model in
+            memory stays where it is.
         trust_remote_code: Run the Python code that comes with a transformers model. Default: such a
             model is refused.
         overwrite: Drop earlier results in `out`.

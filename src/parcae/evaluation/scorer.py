@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
+from parcae.device import find_device
 from parcae.evaluation.branches import Branches, PromptBatch, Scratch, bundles
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.files import FileError, read_json
@@ -201,7 +202,7 @@ def read_predictions(
     for part, expected in zip(x.split(rows), targets.split(rows), strict=True):
         predicted = logits(part).float()
         check_logits(predicted)
-        losses = F.cross_entropy(predicted, expected, reduction="none").double().cpu()
+        losses = F.cross_entropy(predicted, expected, reduction="none").cpu().double()
         if not losses.isfinite().all():
             raise NonFiniteLogits("logits: minus infinity for a scored token.")
         nats.append(losses)
@@ -225,12 +226,13 @@ def open_scorer(
     model by its folder or its name on the hub, or a parcae model in memory with its tokenizer.
 
     `loops`: numbers of loops to score at (default: the mean in training). `context`: tokens read at
-    a time (default: the model's context length). `device`: default cpu, or where the model is.
+    a time (default: the model's context length). `device`: default auto (CUDA where it
+    is available, else the CPU), or where the model is.
     `trust_remote_code`: run the Python code that comes with a transformers model.
     """
     require(context is None or context >= 2, "context", f"{context} is too few", "Use at least 2.")
-    if device is not None:
-        _check_device(device)
+    if device is not None or not isinstance(model, LanguageModel):
+        device = find_device("auto" if device is None else device)
     options: dict[str, Any] = {"state": state, "batch_tokens": batch_tokens, "context": context}
     if isinstance(model, LanguageModel):
         remedy = "Give it by tokenizer=, as a Tokenizer or a path."
@@ -255,8 +257,9 @@ def open_scorer(
             raise ConfigError(f"{key}: {model} has no loop. Omit this setting.")
         require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
         require(not best, "best", f"{model} is not a run", "Omit this setting.")
+        assert device is not None
         return _open_transformers_model(
-            str(model), device or "cpu", batch_tokens, context, trust_remote_code
+            str(model), device, batch_tokens, context, trust_remote_code
         )
     require(
         not trust_remote_code,
@@ -269,9 +272,9 @@ def open_scorer(
             f"{model}: no such folder. Give the folder of a model, a run or a checkpoint, or the "
             "full name of a model on the hub, such as openai-community/gpt2."
         )
-    checkpoint = open_checkpoint(model, tokenizer, best)
+    checkpoint = open_checkpoint(model, tokenizer=tokenizer, best=best)
     return LoopedScorer(
-        checkpoint.model.to(device or "cpu"),
+        checkpoint.model.to(device),
         checkpoint.tokenizer,
         loops,
         name=str(checkpoint.folder),
@@ -295,14 +298,6 @@ def _open_transformers_model(
     )
     scorer.identity = f"{fingerprint(scorer.model)} {tokenizer_fingerprint(scorer.tokenizer)}"
     return scorer
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(f"device: {device} cannot be used here ({reason}). Use cpu.") from None
 
 
 def is_transformers_model(name: str | Path) -> bool:

@@ -32,7 +32,7 @@ from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.recipe import write_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.schema import suggest
-from parcae.training.distributed import Workers, deterministic, find_device
+from parcae.training.distributed import Workers, deterministic, training_device
 from parcae.training.learner import Learner
 from parcae.training.log import Display
 from parcae.training.run import read_recipe
@@ -271,7 +271,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any
     task = find_task(recipe.data.sources[0])
     keep_freed_memory()
     with ExitStack() as stack:
-        workers = Workers(find_device(recipe.run.device))
+        workers = Workers(training_device(recipe.run.device))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         stack.enter_context(lock_folder(out))
         if not resume:

@@ -54,7 +54,7 @@ def export(
     folder = Path(folder)
     if folder.exists():
         raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
-    checkpoint = open_checkpoint(source, tokenizer, best)
+    checkpoint = open_checkpoint(source, tokenizer=tokenizer, best=best)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

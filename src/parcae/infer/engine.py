@@ -378,7 +378,7 @@ def generate(
     Every call builds an engine. For several prompts, streams or statistics use `parcae.Engine`.
     """
     if isinstance(model, str | Path):
-        model = open_checkpoint(model)
+        model = open_checkpoint(model, device="auto")
     tokenizer = None
     if isinstance(model, Checkpoint):
         model, tokenizer = model.model, model.tokenizer

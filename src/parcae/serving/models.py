@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parcae.config import ConfigError, require
 from parcae.console import format_bytes
@@ -25,6 +25,9 @@ from parcae.serving.metrics import Exposition, Metrics
 from parcae.serving.protocol import ChatRequest, CompletionRequest, Message, Sampled, invalid
 from parcae.serving.scheduler import Scheduler
 from parcae.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import torch
 
 DEMO = Path("out/demo/run")
 PLAIN_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -239,17 +242,21 @@ def _content(token: Any) -> str:
 def open_models(
     models: Sequence[str | Path] | Mapping[str, Checkpoint | str | Path],
     settings: ServerSettings,
+    *,
+    device: str | torch.device = "auto",
     **engine_options: Any,
 ) -> dict[str, ServedModel]:
     """Models by name, from `NAME=PATH` or paths, or from a mapping of names. "demo" is the run of
-    `make demo`."""
+    `make demo`. `device`: where models that are opened from a path run."""
     named = models if isinstance(models, Mapping) else dict(map(_named, map(str, models)))
     require(bool(named), "models", "none is given", "Give a checkpoint, or demo.")
     same = isinstance(models, Mapping) or len(named) == len(models)
     require(same, "models", "two have the same name", "Write NAME=PATH.")
     served = {}
     for name, source in named.items():
-        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        checkpoint = source
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint, device=device)
         chat = ChatTemplate(checkpoint.tokenizer)
         if not isinstance(source, Checkpoint):
             chat = ChatTemplate.read(find_tokenizer(checkpoint.folder), checkpoint.tokenizer)

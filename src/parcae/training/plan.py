@@ -17,7 +17,7 @@ import torch
 from parcae.config import ConfigError, require
 from parcae.model import flops
 from parcae.training.data_use import SourceUse, planned_use
-from parcae.training.distributed import compute_dtype, find_device
+from parcae.training.distributed import compute_dtype, training_device
 from parcae.training.memory_estimate import (
     Memory,
     checkpoint_bytes,
@@ -213,7 +213,7 @@ def _device_kind(recipe: Recipe, device_flops: str | float | None) -> str:
     device = recipe.run.device
     if device_flops is not None and device == "auto":
         return "cuda"
-    return find_device("auto").type if device == "auto" else device
+    return training_device("auto").type if device == "auto" else device
 
 
 def _device_speed(given: str | float | None, kind: str, dtype: torch.dtype) -> float | None:
