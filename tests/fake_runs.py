@@ -102,6 +102,8 @@ def result(steps: int, looped: bool = True, **changes: Any) -> dict[str, Any]:
         "train_loss": 2.97531,
         "validation": validation,
         "device": "cpu",
+        "processes": 1,
+        "torch": "2.13.0",
         "seed": 0,
         "skipped_steps": 1,
         "spikes": 2,

@@ -59,13 +59,13 @@ _PUBLIC = {
     ),
     "report.comparison": ("compare",),
     "report.page": ("write_report",),
-    "runs": ("Checkpoint", "load", "open_checkpoint"),
+    "runs": ("Checkpoint", "TrainResult", "load", "open_checkpoint"),
     "serving.app": ("create_app",),
     "serving.server": ("serve",),
     "sweeps.run": ("SweepResult", "sweep"),
     "tables": ("format_table",),
     "training.plan": ("plan",),
-    "training.run": ("TrainResult", "train"),
+    "training.run": ("train",),
     "training.settings": ("Recipe",),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from parcae.report.comparison import compare as compare
     from parcae.report.page import write_report as write_report
     from parcae.runs import Checkpoint as Checkpoint
+    from parcae.runs import TrainResult as TrainResult
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.serving.app import create_app as create_app
@@ -113,7 +114,6 @@ if TYPE_CHECKING:
     from parcae.sweeps.run import sweep as sweep
     from parcae.tables import format_table as format_table
     from parcae.training.plan import plan as plan
-    from parcae.training.run import TrainResult as TrainResult
     from parcae.training.run import train as train
     from parcae.training.settings import Recipe as Recipe
 

@@ -6,11 +6,12 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -144,6 +145,17 @@ def write_json(path: str | Path, value: Any) -> None:
 def to_json(value: Any) -> str:
     """Strict JSON: a NaN is an error, since most readers do not accept one."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
+
+
+def nan_to_none(value: Any) -> Any:
+    """The same tree of JSON values with None for NaN and infinities, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): nan_to_none(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [nan_to_none(inner) for inner in value]
+    return value
 
 
 def read_json(path: str | Path) -> Any:

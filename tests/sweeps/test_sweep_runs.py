@@ -74,10 +74,10 @@ def test_one_table_of_all_runs_at_all_depths(whole):
         result = read_result(whole / "runs" / name)
         mine = table["run"] == name
         losses = {
-            str(int(t)): loss
+            int(t): loss
             for t, loss in zip(table["test_loops"][mine], table["loss"][mine], strict=True)
         }
-        assert losses == {t: measured["loss"] for t, measured in result["validation"].items()}
+        assert losses == result.losses
         assert not (whole / "runs" / name / "data").exists()  # one set of shards serves all
     assert (whole / "data" / "0").is_dir()
 
@@ -126,8 +126,8 @@ def test_the_library_call_returns_runs_and_table(whole, recipe, capsys):
         assert run.state == "finished"
         assert run.failure is None
         stored = read_result(run.folder)
-        assert run.loss == stored["validation"][f"{run.mean_loops:g}"]["loss"]
-        assert run.seconds == stored["seconds"]
+        assert run.loss == stored.losses[int(run.mean_loops)]
+        assert run.seconds == stored.seconds
     rows = result.table()
     table = read_table(whole / "runs.csv")
     assert [row["loss"] for row in rows] == table["loss"].tolist()

@@ -14,8 +14,9 @@ import torch
 from parcae import cli, console
 from parcae.machine import SAME_REQUEST_SECONDS
 from parcae.recipe import write_toml
+from parcae.runs import read_result
 from parcae.training import trainer
-from parcae.training.run import TrainResult, read_recipe, train
+from parcae.training.run import read_recipe, train
 from parcae.training.settings import recipe_to_dict
 from parcae.training.trainer import Trainer
 from training import runs
@@ -76,7 +77,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert process.exitcode == 0, log.read_text()
     assert f"saved. Continue with: parcae train --resume {run}" in log.read_text()
     assert "Traceback" not in log.read_text()
-    result = TrainResult.read(run)
+    result = read_result(run)
     assert result.status == "interrupted"
     assert 4 <= result.steps < 16
     assert (run / "checkpoints" / f"step-{result.steps:08d}").exists()

@@ -32,9 +32,9 @@ from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
 from parcae.data.shards import read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
-from parcae.evaluation.metrics import bits_per_byte, nan_to_none, perplexity
+from parcae.evaluation.metrics import bits_per_byte, perplexity
 from parcae.evaluation.scorer import LoopedScorer, Scorer
-from parcae.files import FileError
+from parcae.files import FileError, nan_to_none
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
 from parcae.model.initial_state import seeded_state
@@ -232,7 +232,7 @@ class HeldOutRows:
         tokens = sum(record["tokens"] for record in records)
         sizes = [record["bytes"] for record in records]
         loss = _finish(nats, text_nats, tokens, math.nan if None in sizes else sum(sizes))
-        return {name: nan_to_none(value) for name, value in asdict(loss).items()}
+        return nan_to_none(asdict(loss))
 
 
 def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> HeldOutRows:

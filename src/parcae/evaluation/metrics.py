@@ -28,11 +28,6 @@ def bits_per_byte(nats: float, size: float) -> float:
     return nats / math.log(2) / size
 
 
-def nan_to_none(value: float | None) -> float | None:
-    """None for inf and NaN, which JSON has not."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def sums(answer: Answer) -> list[float]:
     """Loss of the whole span in nats, at each number of loops."""
     return answer.nats.sum(1).tolist()

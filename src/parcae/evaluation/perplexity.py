@@ -29,7 +29,6 @@ from parcae.evaluation.jobs import (
 from parcae.evaluation.metrics import (
     bits_per_byte,
     mean,
-    nan_to_none,
     perplexity,
     standard_error,
     sums,
@@ -38,7 +37,7 @@ from parcae.evaluation.prompts import Answer, Prompt, Span, Window, continuation
 from parcae.evaluation.results import Samples, job_result
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.tasks import Fields, find, read_lines
-from parcae.files import FileError, reading
+from parcae.files import FileError, nan_to_none, reading
 
 LAMBADA_FILE = "language_understanding/lambada_openai.jsonl"
 WIKITEXT_FILES = tuple(

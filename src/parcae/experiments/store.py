@@ -61,7 +61,8 @@ class Store:
         """Processor time of a run; where it is unknown, the time it took."""
         seconds = self._cpu().get(run.key)
         if seconds is None:
-            return (read_result(self.folder(run)) or {}).get("seconds", 0.0) / 60
+            result = read_result(self.folder(run))
+            return 0.0 if result is None else result.seconds / 60
         return sum(seconds.values()) / 60
 
     def train(self, runs: Iterable[Run], workers: int, ended: Ended) -> bool:

@@ -34,7 +34,7 @@ from parcae.laws.model_runs import assign_sets
 from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
-from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE, shard_folders
+from parcae.runs.layout import TOKENIZER_FILE, shard_folders
 from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
@@ -253,38 +253,35 @@ def rows_of(run: PlannedRun, folder: Path, set_name: str) -> list[dict[str, Any]
     Scores of `parcae eval` on the run are in columns named after their suites.
     """
     result, recipe = read_result(folder), run.recipe
-    if result is None or result["status"] != "finished":
+    if result is None or result.status != "finished":
         return []
-    missing = {"flops", "steps", "tokens", "validation"} - result.keys()
-    if missing:
-        raise FileError(f"{folder / RESULT_FILE}: no {min(missing)}. Was it edited?")
     scores, limit = scores_of_run(folder)
     common = {
         "set": set_name,
-        "budget": run.budget or result["flops"],
+        "budget": run.budget or result.flops,
         "learning_rate": recipe.optimiser.lr,
         "seed": recipe.run.seed,
         "run": run.name,
         "backprop_loops": recipe.model.loop.gradient_loops,
         "parameters": run.parameters,
-        "steps": result["steps"],
+        "steps": result.steps,
         **run.settings,
     }
     rows: list[dict[str, Any]] = []
-    for loops, measured in sorted(result["validation"].items(), key=lambda pair: int(pair[0])):
-        if measured["loss"] is not None and math.isfinite(measured["loss"]):
+    for loops, loss in sorted(result.losses.items()):
+        if loss is not None and math.isfinite(loss):
             rows.append(
                 {
                     "model": run.model,
                     "mean_loops": run.mean_loops,
-                    "tokens": result["tokens"],
-                    "flops": result["flops"],
+                    "tokens": result.tokens,
+                    "flops": result.flops,
                     "effective_params": run.effective_parameters,
-                    "test_loops": int(loops),
-                    "loss": measured["loss"],
+                    "test_loops": loops,
+                    "loss": loss,
                     **common,
-                    **_columns(scores.get(int(loops), {})),
-                    **({"eval_limit": limit} if limit and int(loops) in scores else {}),
+                    **_columns(scores.get(loops, {})),
+                    **({"eval_limit": limit} if limit and loops in scores else {}),
                 }
             )
     return rows

@@ -133,8 +133,9 @@ def failure(request: RunRequest, code: int) -> str | None:
     """Why a run whose process ended with this exit code did not finish; None if it did."""
     status = read_status(request.run)
     if status == "diverged":
-        result = read_result(request.run) or {}
-        return f"diverged: {result.get('diagnosis') or 'the loss is not finite'}"
+        result = read_result(request.run)
+        diagnosis = None if result is None else result.diagnosis
+        return f"diverged: {diagnosis or 'the loss is not finite'}"
     if status == "finished":
         return None
     if status == "interrupted":

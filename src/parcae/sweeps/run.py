@@ -289,8 +289,8 @@ class _Recorder:
 def _described(
     folder: SweepFolder, run: PlannedRun, state: RunState, failure: str | None
 ) -> SweepRun:
-    result = read_result(folder.run_folder(run.name)) or {}
-    nominal = str(run.recipe.model.loop.nominal_loops)
+    result = read_result(folder.run_folder(run.name))
+    nominal = run.recipe.model.loop.nominal_loops
     if state in ("failed", "diverged"):
         failure = failure or "its job ended without a result."
     else:
@@ -308,8 +308,8 @@ def _described(
         state=state,
         folder=folder.run_folder(run.name),
         log=folder.log_file(run.name),
-        loss=result.get("validation", {}).get(nominal, {}).get("loss"),
-        seconds=result.get("seconds"),
+        loss=None if result is None else result.losses.get(nominal),
+        seconds=None if result is None else result.seconds,
         failure=failure,
     )
 

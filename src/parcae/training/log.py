@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import secrets
 import time
 import warnings
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import FileError, write_all, write_text
+from parcae.files import FileError, nan_to_none, write_all, write_text
 from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
@@ -80,17 +79,6 @@ def keep_until(path: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
     write_text(path, "".join(kept))
-
-
-def nan_to_none(value: Any) -> Any:
-    """The same tree with null for NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): nan_to_none(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [nan_to_none(inner) for inner in value]
-    return value
 
 
 def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
