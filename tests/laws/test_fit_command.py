@@ -126,7 +126,7 @@ def test_answers_as_tables_and_as_json(folder, capsys):
         ([], "no question given"),
         (["--tolerance", "0.1"], "no question given"),
         (["--flops", "1e19", "--test-loops", "4"], "Give loops and tokens"),
-        (["--flops", "-1"], "must be > 0"),
+        (["--flops", "-1"], "must be above 0"),
         (["--loss", "1"], "never reaches 1"),
         (["--flops", "1e19", "--model", "x"], "no 'x' in the fit"),
     ],
@@ -142,8 +142,8 @@ def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, mess
     ("words", "message"),
     [
         (["--draws", "3"], "too few for intervals"),
-        (["--starts", "0"], "starts: must be >= 1"),
-        (["--seed", "-1"], "seed: must be >= 0, but is -1"),
+        (["--starts", "0"], "starts: 0 is out of range"),
+        (["--seed", "-1"], "seed: -1 is out of range"),
     ],
 )
 def test_settings_that_cannot_work(folder, capsys, words, message):

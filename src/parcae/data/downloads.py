@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from parcae.config import ConfigError, require
+from parcae.config import ConfigError
 from parcae.data.sources import Format, format_of
 from parcae.files import (
     FileError,
@@ -38,6 +38,7 @@ from parcae.files import (
     writing,
 )
 from parcae.recipe import suggest
+from parcae.schema import require_range
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 NAMES = {
@@ -107,12 +108,8 @@ def download(
 
     folder = Path(folder)
     repository, subfolder = resolve(name)
-    require(
-        first_files is None or first_files >= 1,
-        "first_files",
-        f"{first_files} is out of range",
-        "It must be >= 1; omit it to download all files.",
-    )
+    if first_files is not None:
+        require_range("first_files", first_files, "Omit it to download all files.", at_least=1)
     with lock_folder(folder):
         dataset = _read_record(folder, repository, subfolder, revision)
         if dataset is None:

@@ -26,6 +26,7 @@ from parcae.data.shards import Documents, ShardedDocuments
 from parcae.data.sources import Split
 from parcae.files import FileError, write_json
 from parcae.plotting import PALETTE, figure, save
+from parcae.schema import require_range
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -114,7 +115,7 @@ def inspect(
     A prepared folder brings its tokenizer. For other documents, `decode` turns ids into text, and
     `bytes_of_token` (bytes of text by id) gives the bytes per token.
     """
-    require(context >= 1, "context", f"{context} is out of range", "It must be >= 1.")
+    require_range("context", context, at_least=1)
     if isinstance(data, str | Path):
         data = ShardedDocuments.open(data, split)
     if isinstance(data, ShardedDocuments):

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parcae.config import require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import (
     BEGINNING,
@@ -70,6 +69,7 @@ from parcae.files import (
     write_json,
     write_sealed,
 )
+from parcae.schema import require_range
 
 PROGRESS = "progress.json"
 LEFTOVER = re.compile(
@@ -131,8 +131,7 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
-        tokens = self.shard_tokens
-        require(tokens >= 1, "shard_tokens", f"{tokens} is out of range", "It must be >= 1.")
+        require_range("shard_tokens", self.shard_tokens, at_least=1)
 
     @cached_property
     def held_out(self) -> frozenset[bytes]:

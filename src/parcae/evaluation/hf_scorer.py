@@ -21,6 +21,7 @@ from parcae.config import ConfigError, require
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import read_predictions
 from parcae.files import FileError
+from parcae.schema import require_range
 
 BATCH_TOKENS = 4096
 MAX_CONTEXT = 1 << 20
@@ -51,7 +52,7 @@ class HFScorer:
         context_length: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        require(batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
+        require_range("batch_tokens", batch_tokens, at_least=1)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name, self.identity, self.batch_tokens = name, identity, batch_tokens
         self.context_length = context_length or _context_length(model, tokenizer)

@@ -26,6 +26,7 @@ from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
 from parcae.runs.layout import EVALUATION_FOLDER
+from parcae.schema import require_range
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,8 @@ def evaluate(
     """
     start = time.monotonic()
     names = check_suites([suites] if isinstance(suites, str) else suites)
-    require(limit is None or limit >= 1, "limit", f"{limit}", "It must be >= 1.")
+    if limit is not None:
+        require_range("limit", limit, at_least=1)
     require(
         baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
     )

@@ -39,6 +39,7 @@ from parcae.model.looped import LoopedModel
 from parcae.model.release_format import is_release
 from parcae.model.store import FORMAT
 from parcae.runs import open_checkpoint
+from parcae.schema import require_range
 
 State = Literal["zero", "like-init"]
 
@@ -112,7 +113,7 @@ class LoopedScorer:
         self.first_loops = self.loops[0]
         default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
         self.batch_tokens = default if batch_tokens is None else batch_tokens
-        require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
+        require_range("batch_tokens", self.batch_tokens, at_least=1)
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
@@ -230,7 +231,8 @@ def open_scorer(
     is available, else the CPU), or where the model is.
     `trust_remote_code`: run the Python code that comes with a transformers model.
     """
-    require(context is None or context >= 2, "context", f"{context} is too few", "Use at least 2.")
+    if context is not None:
+        require_range("context", context, at_least=2)
     if device is not None or not isinstance(model, LanguageModel):
         device = find_device("auto" if device is None else device)
     options: dict[str, Any] = {"state": state, "batch_tokens": batch_tokens, "context": context}

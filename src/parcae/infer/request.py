@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from parcae.config import ConfigError, ModelConfig, require
 from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
+from parcae.schema import require_range
 
 MAX_LOOPS = 1024
 MAX_DRAFT_TOKENS = 64
@@ -123,13 +123,11 @@ def _as_id(key: str, token: object) -> int:
 
 
 def check_whole(
-    key: str, value: object, minimum: float = -math.inf, maximum: float = math.inf
+    key: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
     """`value` as an int; ConfigError if it is not a whole number in the range."""
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     require(whole, key, f"{value!r} is not a whole number", "Give one, such as 8.")
-    bounded = maximum < math.inf
-    remedy = f"Use {minimum} to {maximum}." if bounded else f"Use at least {minimum}."
     number = operator.index(value)  # type: ignore[arg-type]
-    require(minimum <= number <= maximum, key, f"{number} is out of range", remedy)
+    require_range(key, number, at_least=minimum, at_most=maximum)
     return number

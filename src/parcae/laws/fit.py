@@ -36,6 +36,7 @@ from parcae.laws.forms import LAWS, Law
 from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
 from parcae.laws.optimise import Search, StartCounts, fit_law
 from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
+from parcae.schema import require_range
 
 Progress = Callable[[str], None]
 """Called with a description when a step begins."""
@@ -172,8 +173,8 @@ def fit(
     unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
     are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
     """
-    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", f"Use {DEFAULT_STARTS}.")
-    require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
+    require_range("starts", starts, f"The default is {DEFAULT_STARTS}.", at_least=1)
+    require_range("seed", seed, at_least=0)
     require(
         bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,
         "bootstrap_samples",

@@ -23,6 +23,7 @@ from parcae.laws.forms import TRAINING
 from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
 from parcae.laws.model_runs import MAX_LOOPS
 from parcae.recipe import suggest
+from parcae.schema import require_range
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def choose_model(models: Mapping[str, ModelLaws], name: str | None) -> ModelLaws
 
 def recommend(model: ModelLaws, flops: float) -> Recommendation:
     """The best loops and tokens for a training budget."""
-    _check_positive("flops", flops)
+    require_range("flops", flops, above=0)
     law = model.law("training")
     best = optimum(law, model.shape, flops)
     whole, loss = _best_whole(law, model, flops, best.loops.value)
@@ -201,10 +202,10 @@ def loss_at(
     The training law is fitted to losses at T = mu alone, the unified law to those at all T, so at
     `test_loops` = mu the two differ by what the unified law misses there.
     """
-    _check_positive("tokens", tokens)
-    _check_loops("loops", loops)
+    require_range("tokens", tokens, above=0)
+    require_range("loops", loops, at_least=1)
     if test_loops is not None:
-        _check_loops("test_loops", test_loops)
+        require_range("test_loops", test_loops, at_least=1)
     result = model.law("training" if test_loops is None else "unified")
     at = model.shape.points(loops, tokens, test_loops)
 
@@ -218,9 +219,9 @@ def loss_at(
 
 def saturation_loops(model: ModelLaws, loops: float, tokens: float, tolerance: float) -> Answer:
     """The T at which the loss is within a share `tolerance` of its limit for large T."""
-    _check_positive("tolerance", tolerance)
-    _check_loops("loops", loops)
-    _check_positive("tokens", tokens)
+    require_range("tolerance", tolerance, above=0)
+    require_range("loops", loops, at_least=1)
+    require_range("tokens", tokens, above=0)
     result = model.law("unified")
     at = model.shape.points(loops, tokens)
 
@@ -236,7 +237,7 @@ def saturation_loops(model: ModelLaws, loops: float, tokens: float, tolerance: f
 
 def flops_needed(model: ModelLaws, loss: float) -> Answer:
     """The fewest training FLOPs that reach a loss."""
-    _check_positive("loss", loss)
+    require_range("loss", loss, above=0)
     law, shape = model.law("training"), model.shape
     answer = estimate(law, lambda values: flops_for(values, shape, loss)[0])
     if not np.isfinite(answer.value):
@@ -280,13 +281,3 @@ def _boundary_notes(loops: float) -> list[str]:
     if loops < 1.005:
         return ["the law is lowest at 1 loop: this budget is too small for looping to help."]
     return []
-
-
-def _check_loops(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value >= 1):
-        raise ConfigError(f"{name}: must be >= 1, but is {value:g}. Give a number of loops.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}: must be > 0, but is {value:g}. Give a number such as 1e19.")

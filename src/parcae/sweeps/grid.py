@@ -11,7 +11,6 @@ coordinates in the grid, so that a larger grid contains the same runs under the 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from parcae.config import ConfigError, ModelConfig, require
 from parcae.model import flops as count
 from parcae.presets import PRESETS
 from parcae.recipe import merge
+from parcae.schema import require_range
 from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
 from parcae.training.settings import KINDS_OF_BUDGET, Recipe, recipe_from_tree
 
@@ -70,12 +70,10 @@ class Grid:
         )
         for name in ("budgets", "tokens", "learning_rates"):
             for value in getattr(self, name):
-                if not 0 < value < math.inf:
-                    raise ConfigError(f"{name}: {value:g} must be > 0 and finite.")
+                require_range(name, value, above=0)
         for name in ("loops", "test_loops"):
             for value in getattr(self, name):
-                if not 1 <= value < math.inf:
-                    raise ConfigError(f"{name}: {value:g} must be >= 1 and finite.")
+                require_range(name, value, at_least=1)
         for key in self.settings:
             if key in ARGUMENTS:
                 raise ConfigError(

@@ -16,6 +16,7 @@ import torch
 
 from parcae.config import ConfigError, require
 from parcae.model import flops
+from parcae.schema import require_range
 from parcae.training.data_use import SourceUse, planned_use
 from parcae.training.distributed import compute_dtype, training_device
 from parcae.training.memory_estimate import (
@@ -112,9 +113,8 @@ def plan(
     the peak that training is expected to reach.
     """
     recipe = resolve_recipe(recipe, overrides)
-    require(devices >= 1, "devices", f"{devices} is out of range", "Use at least 1.")
-    in_range = 0 < utilisation <= 1
-    require(in_range, "utilisation", f"{utilisation} is out of range", "Use a share such as 0.4.")
+    require_range("devices", devices, at_least=1)
+    require_range("utilisation", utilisation, above=0, at_most=1)
     batch = recipe.data.global_batch
     require(
         batch % devices == 0,
