@@ -413,14 +413,3 @@ def test_the_format_of_a_file_is_part_of_its_identity(tmp_path: Path, tokenizer:
     write_shards(work_on(text, tokenizer), tmp_path / "out")
     with pytest.raises(FileError, match="contains shards of other sources"):
         write_shards(work_on(records, tokenizer), tmp_path / "out")
-
-
-def test_shards_of_versions_that_identified_files_by_name_are_accepted(
-    tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identity = module._identity
-    with monkeypatch.context() as earlier:
-        earlier.setattr(module, "_identity", lambda *args, **_: identity(*args, by_name=True))
-        first = write_shards(work_on(source, tokenizer), tmp_path / "out")
-    assert write_shards(work_on(source, tokenizer), tmp_path / "out") == first
-    assert write_shards(work_on(source, tokenizer), tmp_path / "new")["shards"] != first["shards"]

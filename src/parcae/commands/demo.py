@@ -30,7 +30,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--overwrite",
-        earlier="--again",
         action="store_true",
         help="delete an existing run and train again (default: continue it, or show it)",
     )

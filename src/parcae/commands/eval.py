@@ -32,7 +32,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--suites",
-        earlier="--suite",
         type=parse_list,
         nargs="+",
         default=[["val"]],
@@ -47,7 +46,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--task-data",
-        earlier="--eval-data",
         type=Path,
         metavar="FOLDER",
         help="folder of task files, needed by all suites but val (default: none)",
@@ -105,7 +103,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--context-length",
-        earlier="--context",
         type=int,
         metavar="N",
         help="tokens the model reads at a time (default: its context length)",
@@ -134,7 +131,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--overwrite",
-        earlier="--again",
         action="store_true",
         help="drop earlier results in the folder (default: resume from them)",
     )

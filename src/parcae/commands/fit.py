@@ -43,7 +43,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--bootstrap-samples",
-        "--draws",
         type=int,
         default=DEFAULT_BOOTSTRAP_SAMPLES,
         metavar="N",
@@ -58,7 +57,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--no-halving",
-        earlier="--all-starts",
         action="store_true",
         help="follow every start to convergence instead of dropping the worse ones early; slower "
         "(default: off)",

@@ -37,7 +37,6 @@ def unescape(text: str) -> str:
     return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], text)
 
 
-EARLIER_FLAGS = {"draft-loops": "--draft"}
 OPTIONS = (
     Option("loops", "loops", int, None, "T", "loops per token (default: the mean of training)"),
     Option(
@@ -144,7 +143,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         repeated: dict[str, Any] = {"action": "append"} if option.name == "stop" else {}
         parser.add_argument(
             f"--{option.flag}",
-            earlier=EARLIER_FLAGS.get(option.flag),
             dest=option.name,
             type=option.read,
             default=None if repeated else option.default,

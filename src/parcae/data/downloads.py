@@ -252,7 +252,7 @@ def _read_record(
     if revision not in (None, dataset.revision, dataset.commit):
         raise FileError(
             f"{folder}: contains revision {dataset.revision} ({dataset.commit[:12]}), not "
-            f"{revision}. Choose another folder, or omit --revision."
+            f"{revision}. Choose another folder, or omit `revision`."
         )
     return dataset
 

@@ -307,16 +307,12 @@ def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _identity(work: Preparation, digests: FileDigests, by_name: bool = False) -> str:
-    """sha256 of everything that determines the tokens: the formats of files, not their names.
-
-    `by_name`: as earlier versions computed it, with the names.
-    """
+def _identity(work: Preparation, digests: FileDigests) -> str:
+    """sha256 of everything that determines the tokens: the formats of files, not their names."""
     sources = _sources(work, digests)
-    if not by_name:
-        files = [file for stage in work.corpus.stages for file in stage.files]
-        for source, file in zip(sources, files, strict=True):
-            source["name"] = file.format
+    files = [file for stage in work.corpus.stages for file in stage.files]
+    for source, file in zip(sources, files, strict=True):
+        source["name"] = file.format
     identity = {
         "format": FORMAT,
         "tokenizer": work.tokenizer.sha256,
@@ -346,7 +342,7 @@ def _digests(work: Preparation, known: FileDigests, report: Report) -> FileDiges
 
 
 def _check_identity(folder: Path, existing: str, work: Preparation, digests: FileDigests) -> None:
-    if existing not in (_identity(work, digests), _identity(work, digests, by_name=True)):
+    if existing != _identity(work, digests):
         raise FileError(
             f"{folder}: contains shards of other sources, another tokenizer or other settings. "
             "Choose another folder, or delete this one."

@@ -237,7 +237,7 @@ class ShardedDocuments:
             remedy = "a larger" if split == "validation" else "more documents or a smaller"
             raise FileError(
                 f"{folder}: no documents in split {split}. Prepare it with {remedy} "
-                "--validation-fraction, or with --validation."
+                "`validation_fraction`, or with `validation`."
             )
         if verify:
             for _ in shards.verify():

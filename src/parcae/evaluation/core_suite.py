@@ -29,11 +29,12 @@ from parcae.evaluation.jobs import (
     summary,
 )
 from parcae.evaluation.metrics import by_loops, credit, mean, means, standard_error, sums
-from parcae.evaluation.prompts import Answer, Prompt, Span, common_prefix, common_suffix, cut_left
+from parcae.evaluation.prompts import Answer, Prompt, Span, common_suffix, cut_left
 from parcae.evaluation.results import Samples, coverage
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.tasks import Baselines, Item, Kind, Task, locate, read_items
 from parcae.files import FileError
+from parcae.infer.rows import common_prefix
 
 SHUFFLE_SEED = 1337
 BLANK_LINE = "\n\n"
@@ -83,11 +84,11 @@ def tokenise_item(
     sequences = [prefix + encode(text) for text in texts]
     if kind == "language_modeling":
         question, sequences = sequences[0], sequences[1:]
-        start = min(common_prefix([question, *sequences]), len(sequences[0]) - 1)
+        start = min(common_prefix(question, *sequences), len(sequences[0]) - 1)
         is_aligned = start == len(question)
         spans = [Span(start, len(sequences[0]))]
     elif kind == "multiple_choice":
-        start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
+        start = min(common_prefix(*sequences), min(map(len, sequences)) - 1)
         spans = [Span(start, len(tokens)) for tokens in sequences]
     else:
         shared = max(common_suffix(sequences), 1)

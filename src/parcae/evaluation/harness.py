@@ -23,9 +23,9 @@ from lm_eval.api.registry import register_model
 from parcae import console
 from parcae.config import ConfigError, require
 from parcae.device import is_available
-from parcae.evaluation.branches import batches
 from parcae.evaluation.prompts import Answer, Prompt, Span, continuations, windows
 from parcae.evaluation.scorer import LoopedScorer, is_transformers_model, open_scorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.infer.engine import Engine
 
 MAX_NEW_TOKENS = 256

@@ -93,7 +93,7 @@ class HFScorer:
             if not trust_remote_code and "trust_remote_code" in str(error):
                 raise ConfigError(
                     f"{name}: the model comes with Python code of its own, which is not run. "
-                    "Read the code, then allow it with --trust-remote-code."
+                    "Read the code, then allow it with `trust_remote_code`."
                 ) from None
             reason = str(error).strip().split("\n")[0]
             raise FileError(
@@ -223,5 +223,5 @@ def _context_length(model: Any, tokenizer: Any) -> int:
     known = (getattr(model.config, name, None) for name in names)
     limits = [limit for limit in (*known, tokenizer.model_max_length) if isinstance(limit, int)]
     limits = [limit for limit in limits if 0 < limit < MAX_CONTEXT]
-    require(bool(limits), "context_length", "the model states none", "Give --context-length.")
+    require(bool(limits), "context_length", "the model states none", "Give `context_length`.")
     return min(limits)

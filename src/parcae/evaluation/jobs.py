@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parcae.data.sources import ReadOptions
-from parcae.evaluation.branches import batches
 from parcae.evaluation.metrics import mean
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.files import reading, sha256, to_json
 
 Record = dict[str, Any]

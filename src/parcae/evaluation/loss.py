@@ -43,7 +43,7 @@ from parcae.runs.layout import RECIPE_FILE, shard_folders
 
 BATCH_ROWS = 8
 """Rows of an item of `val`: the loss is computed for all of them together."""
-VAL_REMEDY = "Give a file of held-out texts with --val-data."
+VAL_REMEDY = "Give a file of held-out texts with `val_data`."
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def _each(a: Evaluation, b: Evaluation) -> list[Loops]:
         return [(s, t) for s in a.loops for t in b.loops]
     if common := [t for t in a.loops if t in b.loops]:
         return [(t, t) for t in common]
-    raise ConfigError("loops: A and B were scored at no common number. Choose with --loops A,B.")
+    raise ConfigError("loops: A and B were scored at no common number. Choose two with `loops`.")
 
 
 def compare_at(a: Evaluation, b: Evaluation, loops: Loops) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _at(by_depth: Sequence[float | None] | None, depth_index: int) -> float:
     value = by_depth[depth_index] if by_depth else None
     if value is None:
         raise ConfigError(
-            "loops: a model diverged at this number of loops. Choose fewer loops with --loops."
+            "loops: a model diverged at this number of loops. Choose fewer with `loops`."
         )
     return value
 

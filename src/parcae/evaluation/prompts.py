@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from parcae.config import require
+from parcae.infer.rows import common_prefix
 
 if TYPE_CHECKING:
     from parcae.evaluation.scorer import Scorer
@@ -77,19 +78,9 @@ def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context:
     return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)), lost)
 
 
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all sequences begin with."""
-    shortest = min(map(len, sequences))
-    first = sequences[0]
-    for index in range(shortest):
-        if any(other[index] != first[index] for other in sequences[1:]):
-            return index
-    return shortest
-
-
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
     """The number of tokens that all sequences end with."""
-    return common_prefix([sequence[::-1] for sequence in sequences])
+    return common_prefix(*(sequence[::-1] for sequence in sequences))
 
 
 def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:

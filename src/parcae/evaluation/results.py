@@ -60,7 +60,7 @@ class EvaluationResult:
     diverged), `tasks` the same of each task (None where its data is missing)."""
     seconds: float
     mean_loops: int | None = None
-    """Of the model's training; None without a loop, and in results of earlier versions."""
+    """The mean in training; None for a model without a loop."""
     folder: Path | None = field(default=None, compare=False)
     """Of the files; None where nothing was written."""
     records: tuple[Record, ...] = field(default=(), compare=False, repr=False)
@@ -132,7 +132,7 @@ class Samples:
         settings = dict(settings)
         if folder is None or self.path is None:
             return
-        remedy = "Choose another folder with --out, or drop its results with --overwrite."
+        remedy = "Choose another folder with `out`, or drop its results with `overwrite`."
         if overwrite:
             with writing(self.path):
                 self.path.unlink(missing_ok=True)

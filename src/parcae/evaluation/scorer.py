@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.device import find_device
-from parcae.evaluation.branches import Branches, PromptBatch, Scratch, bundles
 from parcae.evaluation.prompts import Answer, Prompt
+from parcae.evaluation.shared_prefix import NoCache, PromptBatch, SharedPrefixBatch, prefix_groups
 from parcae.files import FileError, read_json
 from parcae.infer.layers import FoldedModel, without_autocast
 from parcae.infer.network import TorchNetwork
@@ -134,7 +134,7 @@ class LoopedScorer:
         return self.tokenizer.encode(text)
 
     def cost(self, prompt: Prompt) -> int:
-        return sum(bundle.size for bundle, _ in bundles(prompt))
+        return sum(group.size for group, _ in prefix_groups(prompt))
 
     def score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
@@ -151,17 +151,17 @@ class LoopedScorer:
         """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
         device = network.model.device
-        tokens: Any = Branches(batch.bundles, device)
-        scratch: Any = Scratch(network.model.layout)
+        tokens: Any = SharedPrefixBatch(batch.groups, device)
+        no_cache: Any = NoCache(network.model.layout)
         targets = torch.tensor(batch.targets, device=device)
         predictors = torch.tensor(batch.predictors, device=device)
-        drive = network.begin(tokens, scratch)
+        drive = network.begin(tokens, no_cache)
         h = self._initial_state(batch, drive, seeds)
         predictions, done = [], 0
         for depth in self.loops:
-            h = network.loop(h, drive, tokens, scratch, range(done + 1, depth + 1))
+            h = network.loop(h, drive, tokens, no_cache, range(done + 1, depth + 1))
             done = depth
-            x = network.read(h, tokens, scratch)[predictors]
+            x = network.read(h, tokens, no_cache)[predictors]
             predictions.append(self._read(x, targets, depth))
         return predictions
 
@@ -187,8 +187,8 @@ class LoopedScorer:
         require(seeds is not None, "seeds", "state like-init needs them", remedy)
         assert seeds is not None
         states = []
-        for owner, bundle in zip(batch.owners, batch.bundles, strict=True):
-            positions = bundle.positions
+        for owner, group in zip(batch.owners, batch.groups, strict=True):
+            positions = group.positions
             state = seeded_state(max(positions) + 1, drive.shape[1], seeds[owner])
             states.append(state[torch.tensor(positions)])
         return torch.cat(states).to(drive)

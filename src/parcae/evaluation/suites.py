@@ -185,12 +185,12 @@ def check_data(names: Sequence[str], folder: Path | None) -> None:
         return
     if folder is None:
         raise ConfigError(
-            f"task-data: {', '.join(reading)} need task files. Give their folder with --task-data; "
+            f"task_data: {', '.join(reading)} need task files. Give their folder with `task_data`; "
             "`parcae data download core --out FOLDER` creates one."
         )
     if not folder.is_dir():
         raise FileError(
-            f"{folder}: no such folder. Give the folder of task files with --task-data."
+            f"{folder}: no such folder. Give the folder of task files with `task_data`."
         )
 
 

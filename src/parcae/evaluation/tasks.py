@@ -111,7 +111,7 @@ def locate(task: Task, folder: Path) -> Path | None:
     """The path of the task's file, or else of its stand-in; None if both are missing."""
     if not folder.is_dir():
         raise FileError(
-            f"{folder}: no such folder. Give the folder of task files with --task-data."
+            f"{folder}: no such folder. Give the folder of task files with `task_data`."
         )
     for name in (task.file, task.stand_in):
         if name is not None and (path := find(folder, name)):

@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
-from parcae.config import ConfigError, ModelConfig, require
+from parcae.config import MAX_LOOPS, ConfigError, ModelConfig, require
 from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
 from parcae.schema import require_range
 
-MAX_LOOPS = 1024
 MAX_DRAFT_TOKENS = 64
 MAX_LOGPROBS = 100
 

@@ -70,7 +70,7 @@ def open_checkpoint(
         entries <= vocabulary,
         "tokenizer",
         f"{entries:,} entries, but the model in {folder} has a vocabulary of {vocabulary:,}",
-        "Give the tokenizer it was trained with, using --tokenizer.",
+        "Give the tokenizer it was trained with, with `tokenizer`.",
     )
     return Checkpoint(model, encoder, folder)
 
@@ -81,4 +81,4 @@ def find_tokenizer(folder: str | Path) -> Path:
     for candidate in filter(None, (folder, run_of(folder))):
         if any((candidate / name).exists() for name in TOKENIZER_FILES):
             return candidate
-    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with --tokenizer.")
+    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`.")

@@ -68,7 +68,7 @@ def estimate(
     share = UTILISATION if utilisation is None else utilisation
     device = plan(runs[0].recipe, 1, share, device_flops)
     if device.device_flops is None:
-        return Estimate({}, "unknown, as the speed of the device is not known: give --device-flops")
+        return Estimate({}, "unknown, as the speed of the device is not known: give `device_flops`")
     speed = share * device.device_flops
     peak = console.format_si(device.device_flops, "FLOP/s")
     return Estimate(

@@ -280,7 +280,7 @@ def _check_has_length(tree: Mapping[str, Any], grid: Grid) -> None:
     replaced = bool(grid.budgets or grid.tokens)
     for name, remedy in (
         ("minutes", "Give budgets or tokens, or a recipe with another budget."),
-        ("max_minutes", "Unset it: --budget.max_minutes none."),
+        ("max_minutes", "Unset `budget.max_minutes`."),
     ):
         value = budget.get(name) if isinstance(budget, Mapping) else None
         if value not in (None, "none") and not (name == "minutes" and replaced):

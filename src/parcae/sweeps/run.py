@@ -331,7 +331,7 @@ def _plan(
     if grid.is_empty:
         raise ConfigError(
             "sweep: nothing varies. Give budgets or tokens, loops, models, learning rates, seeds, "
-            "or values of a setting (--grid table.key=1,2)."
+            "or values of a setting (`grid`)."
         )
     kinds = (kind for kind in KINDS_OF_BUDGET if kind in overrides.get("budget", {}))
     if (kind := next(kinds, None)) is not None and (grid.budgets or grid.tokens):
@@ -357,7 +357,7 @@ def _check_continues(
     if overrides or not grid.is_empty or grid.test_loops:
         raise ConfigError(
             f"{folder}: a sweep is continued by its own plan. To add runs to it, give the recipe, "
-            f"the grid and --out {folder}."
+            f"the grid and `out`, {folder}."
         )
 
 

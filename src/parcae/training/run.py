@@ -120,7 +120,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
     if (run / METRICS_FILE).exists():
         raise ConfigError(
             f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
-            "or use another --out."
+            "or use another `out`."
         )
     recipe = with_recorded_start(recipe)
     text, path = _recipe_text(recipe), run / RECIPE_FILE
@@ -129,7 +129,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
         for name in (RECIPE_FILE, TOKENIZER_FILE, DATA_FOLDER, CHECKPOINTS_FOLDER, RESULT_FILE):
             if (run / name).exists():
                 raise ConfigError(
-                    f"{run / name}: exists, but {run} is not a run folder. Use another --out."
+                    f"{run / name}: exists, but {run} is not a run folder. Use another `out`."
                 )
     elif before != text:
         for folder in (run / DATA_FOLDER).glob("[0-9]*"):
@@ -191,7 +191,7 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
         values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
         raise ConfigError(
             f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. Keep it, or "
-            f"start a new run from these weights with --start-from {run}."
+            f"start a new run from these weights with `start_from` {run}."
         )
 
 
