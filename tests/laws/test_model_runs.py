@@ -74,7 +74,7 @@ def test_budgets_are_grouped_where_steps_are_whole():
 
 
 def test_n_and_flops_are_lines_through_the_table():
-    shape = runs_of_model(paper_table(), "parcae-140m").shape
+    shape = runs_of_model(paper_table(), "parcae-140m").cost
     for loops in (1, 2, 3, 7, 12, 20):
         params, _ = cost("parcae-140m", loops)
         assert float(shape.effective_params(loops)) == pytest.approx(params, rel=1e-9)

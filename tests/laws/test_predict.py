@@ -53,7 +53,7 @@ def test_what_is_stored_is_what_was_fitted(result, model):
         assert back.quality == law.quality
     drawn = model.laws["training"].samples.values["x"]
     np.testing.assert_allclose(drawn, one.laws["training"].samples.values["x"], rtol=1e-8)
-    assert model.cost == one.shape
+    assert model.cost == one.cost
     assert model.warnings == one.warnings
     assert model.power_laws == one.power_laws
 

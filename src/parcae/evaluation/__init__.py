@@ -9,12 +9,12 @@ perplexity   WikiText, LAMBADA, files of texts
 loss         loss on rows of tokens; the suite `val` on a run
 jobs         what every measurement has: items, records, metrics
 prompts      what is scored: token sequences and the spans in them
-metrics      formulas: perplexity, bits per byte, right answers, standard errors, sign test
+metrics      formulas: perplexity, bits per byte, right answers, standard errors
 scorer       losses of a parcae model
 shared_prefix   a prefix that alternatives share is computed once (tree attention)
 hf_scorer    losses of a transformers model
 results      the folder of an evaluation; `item_scores` reads it back
 tables       tables and figure of a result
-paired       two evaluations item by item: differences, intervals, tests
+paired       two evaluations item by item: differences, intervals, sign test
 harness      parcae models in lm-evaluation-harness
 """

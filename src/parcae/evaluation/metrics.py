@@ -72,11 +72,3 @@ def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float |
         return quotient, None
     squares = sum((v - quotient * s) ** 2 for v, s in zip(values, sizes, strict=True))
     return quotient, (squares * count / (count - 1)) ** 0.5 / total
-
-
-def sign_test(better_a: int, better_b: int) -> float:
-    """The two-sided p-value of an exact sign test; 1 without any difference."""
-    from scipy.stats import binomtest  # slow to import
-
-    count = better_a + better_b
-    return float(binomtest(better_a, count).pvalue) if count else 1.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from parcae.config import ConfigError
 from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
-from parcae.evaluation.metrics import mean, ratio, sign_test, standard_error
+from parcae.evaluation.metrics import mean, ratio, standard_error
 from parcae.evaluation.results import EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.evaluation.tasks import centre
@@ -345,3 +345,11 @@ def _at(by_depth: Sequence[float | None] | None, depth_index: int) -> float:
 
 def _task_names(evaluation: Evaluation) -> str:
     return ", ".join(evaluation.items) or "no items"
+
+
+def sign_test(better_a: int, better_b: int) -> float:
+    """The two-sided p-value of an exact sign test; 1 without any difference."""
+    from scipy.stats import binomtest  # slow to import
+
+    count = better_a + better_b
+    return float(binomtest(better_a, count).pvalue) if count else 1.0

@@ -7,6 +7,8 @@ configuration_parcae, modeling_parcae   the configuration and the model in trans
 export         `parcae.export`: a model as a folder for transformers
 import_model   `parcae.import_model`: a published model as a model folder
 remote_code    the modelling files that an exported folder contains
+
+The formats of weights are in parcae.model: hf_format, and release_format for the reference release.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Defaults of every way to generate text: calls, commands, samples of a run, the server.
+"""Defaults of generated text: calls, commands, samples of a run. The server has those of OpenAI's
+API, such as temperature 1 (serving/protocol.py).
 
 Nothing is imported here, so that the help of a command is fast.
 """
