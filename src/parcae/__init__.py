@@ -5,7 +5,7 @@
     parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
     model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
     parcae.evaluate("runs/first", loops=(1, 4, 8))  # or `parcae eval runs/first --loops 1,4,8`
-    runs = parcae.sweep("recipe.toml", "runs/laws", budgets=[1e12, 2e12], loops=[1, 2, 4])
+    runs = parcae.sweep("recipe.toml", "runs/laws", flops=[1e12, 2e12], mean_loops=[1, 2, 4])
     laws = parcae.fit(runs.table())                 # scaling laws of a table of runs
 
 A module is imported when one of its names is first used, so `import parcae` is cheap.

@@ -48,7 +48,7 @@ def recipe(tmp_path_factory):
 
 
 def arguments(recipe, out, *more):
-    grid = ("--budgets", "1.5e9", "--loops", "1,2", "--workers", "2")
+    grid = ("--flops", "1.5e9", "--mean-loops", "1,2", "--workers", "2")
     return ["sweep", str(recipe), *grid, "--out", str(out), *SPEED, *more]
 
 
@@ -116,7 +116,7 @@ def test_what_is_done_is_skipped(whole, recipe, capsys):
 
 def test_the_library_call_returns_runs_and_table(whole, recipe, capsys):
     result = parcae.sweep(
-        recipe, whole, budgets=[1.5e9], loops=[1, 2], device_flops=1e10, verbose=False
+        recipe, whole, flops=[1.5e9], mean_loops=[1, 2], device_flops=1e10, verbose=False
     )
     assert capsys.readouterr().out == ""
     assert result.table_file == whole / "runs.csv"
@@ -139,8 +139,8 @@ def test_a_dry_run_of_a_larger_grid_writes_nothing(whole, recipe):
     result = parcae.sweep(
         str(recipe),
         whole,
-        budgets=[1.5e9],
-        loops=[1, 2, 3],
+        flops=[1.5e9],
+        mean_loops=[1, 2, 3],
         device_flops=1e10,
         dry_run=True,
         verbose=False,

@@ -83,9 +83,9 @@ def sweep(
     recipe: str | Path | Mapping[str, Any],
     out: str | Path | None = None,
     *,
-    budgets: Iterable[float] = (),
+    flops: Iterable[float] = (),
     tokens: Iterable[float] = (),
-    loops: Iterable[float] = (),
+    mean_loops: Iterable[float] = (),
     models: Iterable[str] = (),
     learning_rates: Iterable[float] = (),
     seeds: Iterable[int] = (),
@@ -106,21 +106,21 @@ def sweep(
     skips finished runs; a larger grid with the same `out` adds runs.
 
         result = parcae.sweep(
-            "recipes/sweep.toml", "runs/laws", budgets=[6e11, 1.2e12], loops=[1, 2, 4]
+            "recipes/sweep.toml", "runs/laws", flops=[6e11, 1.2e12], mean_loops=[1, 2, 4]
         )
         laws = parcae.fit(result.table())
 
     Args:
         recipe: A recipe file, or its tables as a dict; or the folder of a sweep, to continue it.
         out: Folder of the sweep. Default: runs/NAME-sweep for a recipe NAME.toml.
-        budgets: Training FLOPs of a run.
-        tokens: Training tokens of a run, instead of `budgets`.
-        loops: Mean loops in training; 1 is fixed depth.
+        flops: Training FLOPs of a run.
+        tokens: Training tokens of a run, instead of `flops`.
+        mean_loops: Mean loops in training; 1 is fixed depth.
         models: Presets to use instead of the recipe's.
         learning_rates: Learning rates of AdamW; Muon's keeps its ratio to it.
         seeds: Seeds of initialisation and data order.
         settings: Values of any other setting by its key: `{"optimiser.beta2": [0.9, 0.95]}`.
-        test_loops: Loops at which every run is validated. Default: 1, all of `loops`, and 1.5 and 2
+        test_loops: Loops at which every run is validated. Default: 1, all of `mean_loops`, 1.5 and 2
             times the largest.
         overrides: Settings of all runs to change: `{"data": {"global_batch": 16}}`.
         workers: Runs that train at the same time. Default: the number of GPUs, or 1.
@@ -136,9 +136,9 @@ def sweep(
         The runs with their states, and the table of the finished ones.
     """
     grid = Grid(
-        budgets=tuple(budgets),
+        flops=tuple(flops),
         tokens=tuple(tokens),
-        loops=tuple(loops),
+        mean_loops=tuple(mean_loops),
         models=tuple(models),
         learning_rates=tuple(learning_rates),
         seeds=tuple(seeds),
@@ -330,12 +330,12 @@ def _plan(
             raise ConfigError(f"{recipe}: no such file. Give a recipe, or the folder of a sweep.")
     if grid.is_empty:
         raise ConfigError(
-            "sweep: nothing varies. Give budgets or tokens, loops, models, learning rates, seeds, "
-            "or values of a setting (`grid`)."
+            "sweep: nothing varies. Give flops or tokens, mean_loops, models, learning_rates, "
+            "seeds, or values of a setting (`grid`)."
         )
     kinds = (kind for kind in KINDS_OF_BUDGET if kind in overrides.get("budget", {}))
-    if (kind := next(kinds, None)) is not None and (grid.budgets or grid.tokens):
-        given = "budgets" if grid.budgets else "tokens"
+    if (kind := next(kinds, None)) is not None and (grid.flops or grid.tokens):
+        given = "flops" if grid.flops else "tokens"
         raise ConfigError(f"budget.{kind}: {given} already set the length of runs. Omit one.")
     if isinstance(recipe, Mapping):
         if out is None:
