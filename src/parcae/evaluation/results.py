@@ -54,7 +54,7 @@ class EvaluationResult:
     state: str
     context_length: int
     limit: int | None
-    eval_data: str | None
+    task_data: str | None
     suites: dict[str, dict[str, Any]]
     """By suite: `by_loops` has the metrics at each number of loops (as text; None where the model
     diverged), `tasks` the same of each task (None where its data is missing)."""
@@ -81,7 +81,7 @@ class EvaluationResult:
             "state": self.state,
             "context_length": self.context_length,
             "limit": self.limit,
-            "eval_data": self.eval_data,
+            "task_data": self.task_data,
             "suites": self.suites,
             "seconds": self.seconds,
         }

@@ -151,17 +151,17 @@ class LoopedScorer:
         """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
         device = network.model.device
-        tokens: Any = SharedPrefixBatch(batch.groups, device)
-        no_cache: Any = NoCache(network.model.layout)
+        tokens = SharedPrefixBatch(batch.groups, device)
+        no_cache = NoCache(network.model.layout)
         targets = torch.tensor(batch.targets, device=device)
         predictors = torch.tensor(batch.predictors, device=device)
-        drive = network.begin(tokens, no_cache)
+        drive = network.run_prelude(tokens, no_cache)
         h = self._initial_state(batch, drive, seeds)
         predictions, done = [], 0
         for depth in self.loops:
-            h = network.loop(h, drive, tokens, no_cache, range(done + 1, depth + 1))
+            h = network.run_loops(h, drive, tokens, no_cache, range(done + 1, depth + 1))
             done = depth
-            x = network.read(h, tokens, no_cache)[predictors]
+            x = network.run_coda(h, tokens, no_cache)[predictors]
             predictions.append(self._read(x, targets, depth))
         return predictions
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, overload
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer import decode
 from parcae.infer.cache import Policy
@@ -196,8 +196,7 @@ class Engine:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            require(False, "prompt", "text needs a tokenizer", "Give the engine one, or ids.")
-            raise AssertionError
+            raise ConfigError("prompt: text needs a tokenizer. Give the engine one, or ids.")
         return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:

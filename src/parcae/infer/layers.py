@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import BlockShape, ModelConfig
-from parcae.infer.batch import Batch
+from parcae.infer.batch import AttentionBatch
 from parcae.infer.cache import Cache, Layout, Policy
 from parcae.infer.quantise import FloatMatrix, Matrix, WeightDType, aligned, matrix, to_int8
 from parcae.model.base import LanguageModel
@@ -130,7 +131,7 @@ class Layer:
         return replace(self, **dict(zip(names, map(function, self.matrices), strict=True)))
 
     def __call__(
-        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
+        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Any, batch: AttentionBatch
     ) -> Tensor:
         """`kv` is the layer's part of the cache; keys and values are written, then read."""
         x_ND = self.out.add_to(x_ND, self._attend(self.norm(x_ND), phases, value, kv, batch))
@@ -142,7 +143,7 @@ class Layer:
         return x_ND
 
     def _attend(
-        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
+        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Any, batch: AttentionBatch
     ) -> Tensor:
         H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         projected = self.inner(z_ND)

@@ -5,9 +5,9 @@
 `TorchNetwork` runs any pass with PyTorch operators, on any device, in stages that other code may
 call one by one:
 
-    drive = network.begin(batch, cache)                         prelude and B_bar e
-    h     = network.loop(h, drive, batch, cache, range(1, 9))   loops 1 to 8
-    x     = network.read(h, batch, cache)                       coda
+    drive = network.run_prelude(batch, cache)                       and B_bar e
+    h     = network.run_loops(h, drive, batch, cache, range(1, 9))  loops 1 to 8
+    x     = network.run_coda(h, batch, cache)
     network.logits(x)
 
 `NativeNetwork` (native/network.py) runs passes of a few tokens on a CPU in one call of C++, and
@@ -18,16 +18,16 @@ when a size of pass is first met (native/choice.py).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from functools import cached_property
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.config import require
-from parcae.infer.batch import Batch, PassOutput, Span
+from parcae.infer.batch import AttentionBatch, Batch, LayerCaches, PassOutput, Span
 from parcae.infer.cache import Cache
 from parcae.infer.exit import ExitMonitor, ExitRule
 from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
@@ -42,10 +42,6 @@ Backend = Literal["auto", "native", "torch", "static"]
 
 class Network(Protocol):
     model: FoldedModel
-
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        """Whether `forward` can run this pass."""
-        ...
 
     def forward(
         self,
@@ -81,9 +77,6 @@ class TorchNetwork:
         """Memory of all tables and matrices; shared ones count once."""
         return memory_of(self.model.tensors)
 
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        return True
-
     def forward(
         self,
         batch: Batch,
@@ -100,7 +93,7 @@ class TorchNetwork:
             x = x[list(predict)]
         return PassOutput(self.logits(x), state, looping.loops)
 
-    def begin(self, batch: Batch, cache: Cache) -> Tensor:
+    def run_prelude(self, batch: AttentionBatch, cache: LayerCaches) -> Tensor:
         """B_bar e, the input of every loop [N, d_h]; of a Transformer the last layer's output."""
         model = self.model
         x = F.embedding(batch.id_tensor, model.embedding)
@@ -109,12 +102,14 @@ class TorchNetwork:
             x = model.prelude_norm(x)
         return model.mix.drive(x)
 
-    def initial_state(self, batch: Batch) -> Tensor:
+    def initial_state(self, batch: Sized) -> Tensor:
         """h_0 of all tokens: zeros [N, d_h]."""
         width = self.model.config.core_block.width
         return torch.zeros(len(batch), width, dtype=self.model.dtype, device=self.model.device)
 
-    def loop(self, h: Tensor, drive: Tensor, batch: Batch, cache: Cache, loops: range) -> Tensor:
+    def run_loops(
+        self, h: Tensor, drive: Tensor, batch: AttentionBatch, cache: LayerCaches, loops: range
+    ) -> Tensor:
         """h after the given loops, counted from 1, of all tokens [N, d_h]."""
         model = self.model
         if not model.core:
@@ -127,7 +122,7 @@ class TorchNetwork:
                 h = layer(h, phases, value, kv, batch)
         return h
 
-    def read(self, h: Tensor, batch: Batch, cache: Cache) -> Tensor:
+    def run_coda(self, h: Tensor, batch: AttentionBatch, cache: LayerCaches) -> Tensor:
         """Readout, coda and final norm: the input of the head [N, d_e]."""
         model = self.model
         x = h if model.readout is None else model.readout(h)
@@ -139,7 +134,12 @@ class TorchNetwork:
         return self.model.head(x).float()
 
     def _outer(
-        self, x: Tensor, layers: Sequence[Layer], first: int, cache: Sequence[Tensor], batch: Batch
+        self,
+        x: Tensor,
+        layers: Sequence[Layer],
+        first: int,
+        cache: Sequence[Any],
+        batch: AttentionBatch,
     ) -> Tensor:
         phases = self.model.outer_phases[batch.position_tensor]
         values = self._values(batch, first, len(layers))
@@ -147,7 +147,7 @@ class TorchNetwork:
             x = layer(x, phases, value, kv, batch)
         return x
 
-    def _values(self, batch: Batch, first: int, layers: int) -> list[Tensor | None]:
+    def _values(self, batch: AttentionBatch, first: int, layers: int) -> list[Tensor | None]:
         """The tokens' value embeddings [N, K, E] for layers that have them."""
 
         def look_up(layer: int) -> Tensor | None:
@@ -182,7 +182,7 @@ class _LoopingSpans:
             self.monitor = ExitMonitor(exits, network.logits, network.model.unembedding)
         self.loops = [0] * len(max_loops)
         """How many loops each span of the whole batch ran."""
-        self.readings: dict[int, Tensor] = {}
+        self.coda_outputs: dict[int, Tensor] = {}
         """The output of the coda for spans that stopped after a prediction was made."""
         self.batch = batch
         self.spans = list(range(len(max_loops)))
@@ -191,7 +191,7 @@ class _LoopingSpans:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The output of the coda [N, d_e] and the final states [N, d_h]."""
-        drive = self.network.begin(self.batch, self.cache)
+        drive = self.network.run_prelude(self.batch, self.cache)
         h = self.network.initial_state(self.batch)
         final, loop = h, 0
         while self.spans:
@@ -199,7 +199,7 @@ class _LoopingSpans:
             limit = min(self.max_loops[span] for span in self.spans)
             end = limit if self.monitor is None else loop + 1
             before = h
-            h = self.network.loop(h, drive, self.batch, self.cache, range(loop + 1, end + 1))
+            h = self.network.run_loops(h, drive, self.batch, self.cache, range(loop + 1, end + 1))
             loop = end
             stopped = self._stopped(loop, before, h)
             if all(stopped) and len(stopped) == len(self.loops):
@@ -220,14 +220,16 @@ class _LoopingSpans:
         if self.monitor is None:
             return ended
         batch, cache = self.batch, self.cache
-        stops = self.monitor.stopped(loop, before, h, lambda: self.network.read(h, batch, cache))
+        stops = self.monitor.stopped(
+            loop, before, h, lambda: self.network.run_coda(h, batch, cache)
+        )
         return [stop or end for stop, end in zip(stops, ended, strict=True)]
 
     def _finish(self, index: int, loop: int) -> None:
         span = self.spans[index]
         self.loops[span] = loop
         if self.monitor is not None and self.monitor.reading is not None:
-            self.readings[span] = self.monitor.reading[index]
+            self.coda_outputs[span] = self.monitor.reading[index]
         if loop < self.max_loops[span]:
             at = self.batch.spans[index]
             self.cache.settle(at.row, at.first, loop, self.max_loops[span])
@@ -244,16 +246,16 @@ class _LoopingSpans:
         return tokens
 
     def _read(self, states: Tensor) -> Tensor:
-        """The output of the coda, which is known already for spans in `readings`."""
+        """The output of the coda, which is known already for spans in `coda_outputs`."""
         batch = self.whole_batch
-        unread = [span for span in range(len(batch.spans)) if span not in self.readings]
+        unread = [span for span in range(len(batch.spans)) if span not in self.coda_outputs]
         if len(unread) == len(batch.spans):
-            return self.network.read(states, batch, self.cache)
+            return self.network.run_coda(states, batch, self.cache)
         x = states.new_empty(len(batch), self.network.model.config.width)
         if unread:  # with exit rules all spans are single tokens, so spans and tokens agree
-            x[unread] = self.network.read(states[unread], batch.select(unread), self.cache)
-        for span, reading in self.readings.items():
-            x[span] = reading
+            x[unread] = self.network.run_coda(states[unread], batch.select(unread), self.cache)
+        for span, output in self.coda_outputs.items():
+            x[span] = output
         return x
 
 
@@ -308,9 +310,6 @@ class AutoNetwork:
             lambda: self.native.forward(batch, cache, loops),
             lambda: self.torch.forward(batch, cache, loops),
         )
-
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        return True
 
     def forward(
         self,

@@ -72,7 +72,7 @@ class StaticCache:
 
 
 class StaticBatch:
-    """One token of each row; takes the place of a `Batch`."""
+    """One token of each row, as an `AttentionBatch`."""
 
     def __init__(self, rows: DeviceRows, length: int) -> None:
         """`length`: positions of the cache that are attended to; masked beyond each row's own."""
@@ -117,17 +117,16 @@ def decode_step(
 
     `loops` is the largest number of any row. Rows that are not live keep token and position.
     """
-    batch: Any = StaticBatch(rows, length)
-    layers: Any = StaticCache(cache)
+    batch, layers = StaticBatch(rows, length), StaticCache(cache)
     live = batch.live
-    drive = network.begin(batch, layers)
+    drive = network.run_prelude(batch, layers)
     h = network.initial_state(batch)
     for loop in range(1, loops + 1):
         batch.live = live & (rows.loops >= loop)
-        looped = network.loop(h, drive, batch, layers, range(loop, loop + 1))
+        looped = network.run_loops(h, drive, batch, layers, range(loop, loop + 1))
         h = torch.where(batch.live[:, None], looped, h)
     batch.live = live
-    logits = network.logits(network.read(h, batch, layers))
+    logits = network.logits(network.run_coda(h, batch, layers))
     chosen = sample_rows(logits, sampling, rows.positions + 1, seen)
     return (
         torch.where(live, chosen, rows.tokens),

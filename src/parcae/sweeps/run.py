@@ -120,8 +120,8 @@ def sweep(
         learning_rates: Learning rates of AdamW; Muon's keeps its ratio to it.
         seeds: Seeds of initialisation and data order.
         settings: Values of any other setting by its key: `{"optimiser.beta2": [0.9, 0.95]}`.
-        test_loops: Loops at which every run is validated. Default: 1, all of `mean_loops`, 1.5 and 2
-            times the largest.
+        test_loops: Loops at which every run is validated. Default: 1, all of `mean_loops`, and 1.5
+            and 2 times the largest.
         overrides: Settings of all runs to change: `{"data": {"global_batch": 16}}`.
         workers: Runs that train at the same time. Default: the number of GPUs, or 1.
         slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
