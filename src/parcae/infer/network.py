@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence, Sized
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -219,10 +219,8 @@ class _LoopingSpans:
         ended = [self.max_loops[span] <= loop for span in self.spans]
         if self.monitor is None:
             return ended
-        batch, cache = self.batch, self.cache
-        stops = self.monitor.stopped(
-            loop, before, h, lambda: self.network.run_coda(h, batch, cache)
-        )
+        run_coda = partial(self.network.run_coda, h, self.batch, self.cache)
+        stops = self.monitor.stopped(loop, before, h, run_coda)
         return [stop or end for stop, end in zip(stops, ended, strict=True)]
 
     def _finish(self, index: int, loop: int) -> None:

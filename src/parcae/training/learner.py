@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor
 
-from parcae.config import ConfigError, require
+from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
+from parcae.infer.cache import CacheTooLarge
 from parcae.infer.defaults import TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
@@ -238,7 +239,7 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
                     seed=recipe.run.seed,
                     stop_tokens=(tokenizer.bos,),
                 )
-            except (NonFiniteLogits, ConfigError):
+            except (NonFiniteLogits, CacheTooLarge):
                 continue
             text = tokenizer.decode(completion.tokens)
             samples.append({"depth": depth, "prompt": prompt, "text": text})
