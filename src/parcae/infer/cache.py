@@ -168,8 +168,8 @@ class Cache:
         return max(capacity, min(doubled, self.layout.context_length))
 
     def _check_memory(self, rows: int, capacity: int, loops: int, free: int | None) -> None:
-        """CacheTooLarge if a cache of this size is larger than `free` bytes (None is unknown) or than
-        its own limit."""
+        """CacheTooLarge if a cache of this size is larger than `free` bytes (None is unknown) or
+        than its own limit."""
         bytes_per_token = self.bytes_per_token(loops)
         needed = bytes_per_token * rows * capacity
         limits = [limit for limit in (free, self.max_bytes) if limit is not None]
