@@ -22,7 +22,7 @@ from parcae.machine import process_exists
 
 CHUNK_BYTES = 1 << 20
 DEEPEST_NESTING = 64
-"""Of lists and objects in JSON and TOML files; what parcae writes has less than ten levels."""
+"""Levels of lists and objects in JSON and TOML files; what parcae writes has less than ten."""
 OLD_SECONDS = 24 * 3600
 """A temporary file of another machine is taken for abandoned after this time."""
 

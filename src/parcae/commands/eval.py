@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from parcae.console import parse_int_list, parse_list
 from parcae.device import DEVICE_HELP
-from parcae.evaluation.suites import SUITES
+from parcae.evaluation.suites import CPU_BATCH_TOKENS, DEVICE_BATCH_TOKENS, SEEDS, SUITES
+from parcae.evaluation.tasks import BASELINES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -80,11 +81,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--seeds",
         type=parse_int_list,
         metavar="N,N,...",
-        help="seeds of the few-shot examples (default: 1234,2345,3456)",
+        help=f"seeds of the few-shot examples (default: {','.join(map(str, SEEDS))})",
     )
     parser.add_argument(
         "--baselines",
-        choices=("nanochat", "dclm"),
+        choices=BASELINES,
         default="nanochat",
         help="table of chance accuracies, for centred accuracy (default: nanochat, as in "
         "the reference release)",
@@ -99,7 +100,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--batch-tokens",
         type=int,
         metavar="N",
-        help="tokens scored at a time (default: 1024 on a CPU, 32768 on other devices)",
+        help=f"tokens scored at a time (default: {CPU_BATCH_TOKENS} on a CPU, "
+        f"{DEVICE_BATCH_TOKENS} on other devices)",
     )
     parser.add_argument(
         "--context-length",

@@ -142,7 +142,7 @@ class EpochUse(NamedTuple):
     """What one epoch of a source uses, measured on its first blocks."""
 
     rows: float
-    """Of the whole epoch."""
+    """Rows of the whole epoch."""
     cropped_share: float
     """Share of the tokens that packing crops."""
     leftover_share: float

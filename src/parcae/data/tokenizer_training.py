@@ -32,7 +32,7 @@ class TextUse:
     document_cap: int
     documents: int = 0
     characters: int = 0
-    """Of the texts that are used."""
+    """Characters of the texts that are used."""
     documents_cut: int = 0
     characters_cut: int = 0
     """Beyond `document_cap`, in the documents that were read."""

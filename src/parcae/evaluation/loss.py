@@ -54,7 +54,7 @@ class Loss:
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
-    """Of the targets that stand for text; None without a table of bytes or such targets."""
+    """Over the targets that stand for text; None without a table of bytes or such targets."""
 
 
 LossByLoops = dict[int, Loss]
@@ -180,7 +180,7 @@ class HeldOutRows:
         """`batches` returns the same batches whenever it is called."""
         self.batches, self.bytes_of_token = batches, bytes_of_token
         self.rows: list[int] = []
-        """Of each batch."""
+        """Rows of each batch."""
         self.positions = 0
         digest = hashlib.sha256()
         for batch in batches():

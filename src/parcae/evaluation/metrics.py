@@ -24,7 +24,7 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """Of a text of `size` bytes with the loss `nats` in total."""
+    """Bits per byte of a text of `size` bytes with the loss `nats` in total."""
     return nats / math.log(2) / size
 
 
@@ -56,7 +56,7 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def standard_error(numbers: Sequence[float]) -> float | None:
-    """Of the mean; None for a single number."""
+    """Standard error of the mean; None for a single number."""
     count = len(numbers)
     if count < 2:
         return None

@@ -25,7 +25,7 @@ from parcae.files import FileError
 
 Pair = tuple[ItemScore, ItemScore]
 Loops = tuple[int, int]
-"""Of A and of B."""
+"""Loops of A and of B."""
 
 
 @dataclass(frozen=True)

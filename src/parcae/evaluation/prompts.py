@@ -33,7 +33,7 @@ class Prompt:
     sequences: tuple[tuple[int, ...], ...]
     spans: tuple[Span, ...]
     lengths: tuple[int, ...]
-    """Of the sequences before tokens were dropped on the left."""
+    """Lengths of the sequences before tokens were dropped on the left."""
     lost: int = 0
     """Tokens dropped from a span, for the alternative that lost most."""
     is_aligned: bool = True

@@ -62,7 +62,7 @@ class EvaluationResult:
     mean_loops: int | None = None
     """The mean in training; None for a model without a loop."""
     folder: Path | None = field(default=None, compare=False)
-    """Of the files; None where nothing was written."""
+    """Where the files are; None where nothing was written."""
     records: tuple[Record, ...] = field(default=(), compare=False, repr=False)
     """The samples, where nothing was written."""
 

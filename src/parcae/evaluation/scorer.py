@@ -26,6 +26,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.device import find_device
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.shared_prefix import NoCache, PromptBatch, SharedPrefixBatch, prefix_groups
+from parcae.evaluation.suites import CPU_BATCH_TOKENS, DEVICE_BATCH_TOKENS
 from parcae.files import FileError, read_json
 from parcae.infer.layers import FoldedModel, without_autocast
 from parcae.infer.network import TorchNetwork
@@ -43,9 +44,6 @@ from parcae.schema import require_range
 
 State = Literal["zero", "like-init"]
 
-BATCH_TOKENS = {"cpu": 1024}
-"""Small enough that the activations of one layer stay in a core's cache."""
-BATCH_TOKENS_ON_DEVICE = 32_768
 MAX_LOGITS = 1 << 25
 """Logits in memory at once while predictions are read."""
 
@@ -111,7 +109,7 @@ class LoopedScorer:
         if not self.is_looped:
             self.loops = (1,)
         self.first_loops = self.loops[0]
-        default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
+        default = CPU_BATCH_TOKENS if model.device.type == "cpu" else DEVICE_BATCH_TOKENS
         self.batch_tokens = default if batch_tokens is None else batch_tokens
         require_range("batch_tokens", self.batch_tokens, at_least=1)
         self.name = name

@@ -69,7 +69,7 @@ class Task:
     stand_in: str | None
     """A part or a reconstruction of the data, used where `file` is missing."""
     sha256: str | None
-    """Of `file`, uncompressed; None if unknown."""
+    """Checksum of `file`, uncompressed; None if unknown."""
     bytes: int | None
     """Size of `file`, uncompressed; None if unknown."""
 

@@ -261,7 +261,7 @@ class FoldedModel:
     layout: Layout
     device: torch.device
     dtype: torch.dtype
-    """Of activations, tables and the cache."""
+    """The dtype of activations, tables and the cache."""
     embedding: Tensor
     unembedding: Tensor
     """The head, not quantised [V, d_e]."""

@@ -70,7 +70,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / STATE_FILE
     state = read_json(path)
     if not isinstance(state, dict):
-        raise FileError(f"{path}: not a JSON object. Use another checkpoint of the run.")
+        raise FileError(f"{path}: not a JSON object. {REMEDY}")
     return state
 
 
@@ -145,5 +145,5 @@ def weights_checksum(folder: Path) -> str:
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    """Of plain values, as they are read back from JSON."""
+    """Checksum of plain values, as they are read back from JSON."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

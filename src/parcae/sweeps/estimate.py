@@ -24,7 +24,7 @@ TRIAL_SECONDS = 0.5
 LARGEST_TRIAL = {"cpu": 2e11, "cuda": 2e15, "mps": 2e13}
 """FLOPs of a step above which no step is measured, by the type of device."""
 START_SECONDS = 5.0
-"""Of each run, for imports and opening data."""
+"""Time of each run for imports and opening data."""
 
 
 @dataclass(frozen=True)

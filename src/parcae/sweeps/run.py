@@ -165,7 +165,11 @@ def sweep(
         if planned is not None:
             runner.runs = folder.extended(planned)  # another process may have extended it
         folder.write_plan(runner.runs)
-        interrupted = runner.train() if cluster is None else runner.submit(cluster)
+        interrupted = False
+        if cluster is None:
+            interrupted = runner.train()
+        else:
+            runner.submit(cluster)
         folder.collect(runner.runs)
         return runner.result(interrupted)
 
@@ -187,13 +191,13 @@ class _Runner:
     def states(self) -> dict[str, RunState]:
         return self.folder.states(self.runs, job_states)
 
-    def to_do(self) -> list[PlannedRun]:
-        """The runs to start.
+    def to_do(self, states: Mapping[str, RunState]) -> list[PlannedRun]:
+        """The runs to start, given the states of all runs.
 
         One that is `running` without a job belongs to a sweep that was killed: it is about to stop,
         and its worker waits for that.
         """
-        states, jobs = self.states(), self.folder.read_jobs()
+        jobs = self.folder.read_jobs()
         startable = ("to do", "stopped", "failed") if self.retry else ("to do", "stopped")
         return [
             run
@@ -206,15 +210,18 @@ class _Runner:
         threads = threads_per_worker(self.workers)
         return estimate(to_do, threads, self.utilisation, self.device_flops)
 
-    def show_plan(self) -> tuple[list[PlannedRun], Estimate]:
-        to_do = self.to_do()
-        estimated = self.estimate(to_do)
+    def show_plan(self) -> None:
+        states = self.states()
+        to_do = self.to_do(states)
+        self._print_plan(states, to_do, self.estimate(to_do))
+
+    def _print_plan(
+        self, states: Mapping[str, RunState], to_do: Sequence[PlannedRun], estimated: Estimate
+    ) -> None:
         if self.verbose:
-            states, path = self.states(), self.folder.path
-            print_plan(self.runs, states, to_do, estimated, self.workers, path)
+            print_plan(self.runs, states, to_do, estimated, self.workers, self.folder.path)
         self.message(note_on_budgets(self.runs))
         self.message(note_on_depths(self.runs))
-        return to_do, estimated
 
     def prepare(self) -> None:
         available = training_tokens(self.folder.prepare(self.runs, self.message))
@@ -222,9 +229,12 @@ class _Runner:
 
     def train(self) -> bool:
         """Train the runs that are left in local processes; True if a signal stopped it."""
-        if not self.to_do():
+        states = self.states()
+        to_do = self.to_do(states)
+        if not to_do:
             return False
-        to_do, estimated = self.show_plan()
+        estimated = self.estimate(to_do)
+        self._print_plan(states, to_do, estimated)
         self.prepare()
         requests = {run.name: self.folder.request(run.name) for run in to_do}
         display = SweepProgress(
@@ -239,16 +249,15 @@ class _Runner:
             pool.run(list(requests.values()), _Recorder(self.folder, self.runs, display), stop)
             return stop.asked
 
-    def submit(self, config: SlurmConfig) -> bool:
-        """Submit the runs that are left to Slurm; never interrupted."""
-        to_do = self.to_do()
+    def submit(self, config: SlurmConfig) -> None:
+        """Submit the runs that are left to Slurm."""
+        to_do = self.to_do(self.states())
         if to_do:
             self.prepare()
         for run in to_do:
             job = submit(self.folder.request(run.name), config, self.folder.path / "slurm")
             self.folder.record_start(run.name, job)
             self.message(f"job {job}  {run.name}")
-        return False
 
     def result(self, interrupted: bool = False) -> SweepResult:
         states, failures = self.states(), self.folder.read_failures()

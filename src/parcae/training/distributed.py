@@ -38,7 +38,7 @@ from parcae.model.looped import LoopedModel
 from parcae.training.settings import RunConfig
 
 TIMEOUT = timedelta(minutes=30)
-"""Of a collective."""
+"""Timeout of a collective."""
 POLL_SECONDS = 1.0
 
 

@@ -119,9 +119,9 @@ class Trainer:
         self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
         """FLOP/s of this device; raised by a step that was faster."""
         self.seconds = 0.0
-        """Of this run so far, with validation, telemetry and checkpoints."""
+        """Time of this run so far, with validation, telemetry and checkpoints."""
         self.training_seconds = 0.0
-        """Of the optimiser steps alone, by which a budget in minutes counts; the mean of all
+        """Time of the optimiser steps alone, by which a budget in minutes counts; the mean of all
         processes, so that they agree on the end."""
         self.executed_flops = 0.0
         self.last_validation: tuple[int, LossByLoops] | None = None
