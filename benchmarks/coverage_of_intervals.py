@@ -64,7 +64,7 @@ def measure(model: str, law: Law, draws: int, samples: int, noise: float = 1.0) 
         losses.append(_losses_covered(runs, truth, values))
         loops.append([_loops_covered(runs, truth, values, flops) for flops in BUDGETS[model]])
         exponents.append([_inside(values[name], truth[name]) for name in ("x", "y")])
-        at = runs.shape.points(paper.HELD_OUT_LOOPS, paper.TOKENS[size])
+        at = runs.cost.points_at(paper.HELD_OUT_LOOPS, paper.TOKENS[size])
         predicted = TRAINING.predict(training_part(law_fit.values), at)
         errors.append(np.log(predicted / TRAINING.predict(truth, at))[0])
     error = float(np.sqrt(np.mean(np.square(errors))))
@@ -74,7 +74,7 @@ def measure(model: str, law: Law, draws: int, samples: int, noise: float = 1.0) 
 def _losses_covered(
     runs: ModelRuns, truth: dict[str, float], values: dict[str, np.ndarray]
 ) -> list[bool]:
-    at = runs.shape.points(*zip(*LOSSES_AT[runs.model], strict=True))
+    at = runs.cost.points_at(*zip(*LOSSES_AT[runs.model], strict=True))
     true = TRAINING.predict(truth, at)
     drawn = TRAINING.predict(training_part(values), at)
     return [_inside(drawn[:, index], true[index]) for index in range(len(true))]
@@ -83,8 +83,8 @@ def _losses_covered(
 def _loops_covered(
     runs: ModelRuns, truth: dict[str, float], values: dict[str, np.ndarray], flops: float
 ) -> bool:
-    true = float(frontier(truth, runs.shape, flops)[0][0])
-    return _inside(frontier(values, runs.shape, flops)[0], true)
+    true = float(frontier(truth, runs.cost, flops)[0][0])
+    return _inside(frontier(values, runs.cost, flops)[0], true)
 
 
 def _inside(drawn: np.ndarray, true: float) -> bool:

@@ -62,7 +62,7 @@ def without_cache(model, loops: int, context: int) -> Callable[[], None]:
     prompt = torch.randint(model.config.vocab_size, (context,)).tolist()
 
     def one_token() -> None:
-        reference.generate(model, prompt, new_tokens=1, loops=loops, temperature=0)
+        reference.generate(model, prompt, max_new_tokens=1, loops=loops, temperature=0)
 
     return one_token
 

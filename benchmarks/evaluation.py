@@ -23,11 +23,11 @@ import one_at_a_time
 import parcae
 from parcae.console import err, out, table
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.branches import batches
 from parcae.evaluation.core_suite import InContext, Questions
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.metrics import credit
 from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.evaluation.suites import SEEDS
 from parcae.evaluation.tasks import Item, locate, tasks_named
 from parcae.files import write_json

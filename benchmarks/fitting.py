@@ -29,7 +29,7 @@ from scipy.optimize import minimize
 from parcae.console import track
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.forms import CHINCHILLA, TRAINING, UNIFIED, Law
-from parcae.laws.model_runs import Points, points, runs_of_model
+from parcae.laws.model_runs import Points, make_points, runs_of_model
 from parcae.laws.optimise import DELTA, EVERY_START, Objective, descend, random_starts
 
 STARTS = 500
@@ -59,7 +59,9 @@ def chinchilla_points(folder: Path) -> Points:
         for name in ("Model Size", "Training FLOP", "loss")
     )
     kept = loss < np.sort(loss)[-5]
-    return points(loss=loss[kept], effective_params=size[kept], tokens=(flops / (6 * size))[kept])
+    return make_points(
+        loss=loss[kept], effective_params=size[kept], tokens=(flops / (6 * size))[kept]
+    )
 
 
 def plain_function(problem: Objective) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:

@@ -138,7 +138,9 @@ def mapped_documents(folder: Path, count: int, median: float) -> MappedDocuments
 
 def load(store: MappedDocuments, steps: int, prefetch: int, work: Callable[[], object]) -> None:
     """Read batches and call `work` after each, like a trainer."""
-    config = LoaderConfig(context_length=CONTEXT, global_batch=BATCH_ROWS, prefetch=prefetch)
+    config = LoaderConfig(
+        context_length=CONTEXT, global_batch=BATCH_ROWS, split_long=False, prefetch=prefetch
+    )
     with Loader([Source(store)], config) as loader:
         for _ in range(steps):
             next(loader)

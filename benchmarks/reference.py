@@ -27,7 +27,7 @@ def generate(
     model: LanguageModel,
     prompt: Sequence[int],
     *,
-    new_tokens: int,
+    max_new_tokens: int,
     loops: int | None = None,
     temperature: float = TEMPERATURE,
     top_k: int | None = None,
@@ -37,7 +37,7 @@ def generate(
     seed: int = 0,
     stop_tokens: Collection[int] = (),
 ) -> list[int]:
-    """The tokens that follow `prompt`, at most `new_tokens`, up to the first of `stop_tokens`.
+    """The tokens that follow `prompt`, at most `max_new_tokens`, up to the first of `stop_tokens`.
 
     Every position loops `loops` times from a state of zeros; the default is the mean of training.
     Like the engine, it refuses a prompt that is longer than the context, and ends the text when
@@ -52,10 +52,10 @@ def generate(
     )
     limit = model.config.context_length
     tokens = check_prompt(prompt, model.config.vocab_size, limit)
-    check_whole("new_tokens", new_tokens, 1)
+    check_whole("max_new_tokens", max_new_tokens, 1)
     loops = model.config.loop.nominal_loops if loops is None else loops
     start, ends = len(tokens), frozenset(stop_tokens)
-    for position in range(start, min(start + new_tokens, limit + 1)):
+    for position in range(start, min(start + max_new_tokens, limit + 1)):
         window = torch.tensor([tokens], device=model.device)
         _, x = next(iter(model.readings(window, (loops,), state="zero")))
         token = pick(model.logits(x[0, -1]).cpu(), sampling, seed, position, tokens)

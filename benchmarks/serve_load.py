@@ -88,7 +88,7 @@ def cases(checkpoint: Path, count: int, rng: random.Random) -> list[Case]:
     assert tokenizer is not None
     eos = tokenizer.backend_tokenizer.token_to_id("<|eos|>")
     stops = {tokenizer.bos, *(() if eos is None else (eos,))}
-    names = {"max_tokens": "new_tokens", "num_loops": "loops"}
+    names = {"max_tokens": "max_new_tokens", "num_loops": "loops"}
     requests = [
         engine.request(
             stop_tokens=stops, **{names.get(key, key): value for key, value in body.items()}

@@ -129,7 +129,7 @@ class Bench:
         """Time of plain decoding over that of speculation, in turns; the texts must be equal."""
         import time
 
-        engine = Engine(self.model, reuse_prefixes=False, rows=1)
+        engine = Engine(self.model, reuse_prefixes=False, max_batch_size=1)
         prompts = self.text[:, :64].tolist()
         ways: dict[str, dict[str, Any]] = {"": {}} | {
             f"{d}:{k}": {"draft_loops": d, "draft_tokens": k} for d, k in DRAFTS if d < self.loops
@@ -142,7 +142,7 @@ class Bench:
             for name, way in ways.items():
                 request = engine.request(
                     prompts[number % len(prompts)],
-                    new_tokens=128,
+                    max_new_tokens=128,
                     loops=self.loops,
                     temperature=temperature,
                     seed=number,

@@ -38,7 +38,7 @@ def serve(pipe: Connection) -> None:
     import parcae
     from parcae.machine import SpinLimiter, keep_freed_memory
     from parcae.training.optim import Optimiser
-    from parcae.training.schedule import factors, total_steps
+    from parcae.training.schedule import schedule_factors, total_steps
     from parcae.training.settings import resolve_recipe
 
     keep_freed_memory()
@@ -50,7 +50,7 @@ def serve(pipe: Connection) -> None:
     rows, length = recipe.data.global_batch, recipe.model.context_length
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(recipe.model.vocab_size, (2, rows, length), generator=generator)
-    factor = factors(recipe.schedule, recipe.optimiser, 1, 0.0, total_steps(recipe))
+    factor = schedule_factors(recipe.schedule, recipe.optimiser, 1, 0.0, total_steps(recipe))
 
     def step(number: int) -> None:
         model(tokens, targets, **model.draw(0, 0, range(rows), length)).loss.backward()

@@ -182,7 +182,7 @@ def time_steps(names: list[str], shape: Shape, clock: Clock, repetitions: int) -
                 if repetition:  # the first warms up, and compiles
                     seconds[name].append(taken)
             gemm.sample()
-        work += flops.executed(shape.config(), depths, shape.length)
+        work += flops.executed_flops(shape.config(), depths, shape.length)
         for name, total in totals.items():
             total["minimum"] += min(seconds[name])
             total["median"] += statistics.median(seconds[name])

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from parcae.files import exclusive
+from parcae.files import lock_folder
 from parcae.machine import keep_freed_memory
 from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
 from parcae.training.log import Display, Log
-from parcae.training.schedule import factors
+from parcae.training.schedule import schedule_factors
 from parcae.training.settings import recipe_from_tree
 from parcae.training.trainer import Trainer
 
@@ -51,7 +51,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> None:
             "run": {"device": "cpu", "validate_every": 0, "checkpoint_every": 0},
         }
     )
-    with open_workers(recipe.run) as workers, exclusive(out):
+    with open_workers(recipe.run) as workers, lock_folder(out):
         prepare_corpora(recipe, out, lambda _: None)
         learner = Learner(recipe, workers, open_corpora(recipe, out))
         run = Trainer(recipe, out, workers, learner, Display(shown=True))
@@ -98,7 +98,9 @@ class Bare:
         learner, recipe = self.learner, self.learner.recipe
         learner.model(*self.batch, **chance).loss.backward()
         torch.nn.utils.clip_grad_norm_(learner.model.parameters(), recipe.optimiser.grad_clip)
-        learner.optimiser.step(factors(recipe.schedule, recipe.optimiser, 0, 0.0, learner.total))
+        learner.optimiser.step(
+            schedule_factors(recipe.schedule, recipe.optimiser, 0, 0.0, learner.total)
+        )
         learner.optimiser.zero_grad()
 
 

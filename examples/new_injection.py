@@ -53,7 +53,7 @@ def main():
     print(f"{cost:.3g} FLOPs per token, spectral radius {radius:.3f}")
     print(f"validation loss by loops: {result.losses}")
     engine = parcae.Engine(trained.model, trained.tokenizer)
-    print("".join(piece.text for piece in engine.stream("def ", new_tokens=32)))
+    print("".join(piece.text for piece in engine.stream("def ", max_new_tokens=32)))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ recipe = {
     "run": {"validate_every": 0, "telemetry_every": 0, "validation_rows": 32},
 }
 budgets = [args.flops, 2 * args.flops, 4 * args.flops]  # training FLOPs of a run
-grid = {"budgets": budgets, "loops": [2, 3, 4], "test_loops": [1, 2, 4, 8]}
+grid = {"flops": budgets, "mean_loops": [2, 3, 4], "test_loops": [1, 2, 4, 8]}
 sweep = parcae.sweep(recipe, args.out, workers=args.workers, **grid)
 laws = parcae.fit(sweep.table())
 laws.save(sweep.folder / "fit")

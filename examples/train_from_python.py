@@ -42,5 +42,5 @@ for loops, loss in result.losses.items():
 checkpoint = parcae.open_checkpoint(args.out)
 engine = parcae.Engine(checkpoint.model, checkpoint.tokenizer)
 for loops in (1, 2, 4, 8):
-    text = engine.generate("import ", loops=loops, new_tokens=32).text
+    text = engine.generate("import ", loops=loops, max_new_tokens=32).text
     print(f"{loops} loops: {text!r}")

@@ -40,7 +40,15 @@ def record(presets: bool) -> dict[str, Any]:
         numbers["text"] = generated_text(run)
         numbers["scores"] = scores(run, folder / "scores")
         (folder / "runs.csv").write_text(table_of_runs(), encoding="utf-8")
-        parcae("fit", folder / "runs.csv", "--out", folder / "fit", "--draws", "20", "--no-figures")
+        parcae(
+            "fit",
+            folder / "runs.csv",
+            "--out",
+            folder / "fit",
+            "--bootstrap-samples",
+            "20",
+            "--no-figures",
+        )
         numbers["fit"] = json.loads((folder / "fit" / "fit.json").read_text())
     return numbers
 
@@ -90,7 +98,15 @@ def generated_text(run: Path) -> list[Any]:
     ):
         output = json.loads(
             parcae(
-                "generate", run, "import ", "--new-tokens", "24", "--loops", "4", *options, "--json"
+                "generate",
+                run,
+                "import ",
+                "--max-new-tokens",
+                "24",
+                "--loops",
+                "4",
+                *options,
+                "--json",
             )
         )
         texts.append(output["text"])
@@ -100,9 +116,9 @@ def generated_text(run: Path) -> list[Any]:
 def scores(run: Path, out: Path) -> dict[str, Any]:
     data = os.environ.get("PARCAE_TEST_DATA")
     suites = SUITES if data else SUITES[:1]
-    folder = ["--eval-data", str(Path(data) / "data")] if data else []
+    folder = ["--task-data", str(Path(data) / "data")] if data else []
     options = ["--loops", "1,4", "--limit", "8", "--seeds", "1234", *folder, "--out", out]
-    parcae("eval", run, "--suite", ",".join(suites), *options)
+    parcae("eval", run, "--suites", ",".join(suites), *options)
     return json.loads((out / "result.json").read_text())["suites"]
 
 

@@ -12,9 +12,9 @@ import torch
 
 from parcae.config import LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.branches import batches
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import LoopedScorer, Scorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.model import create
 from parcae.model.store import save
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from parcae.presets import PRESETS
-from parcae.recipe import merge, plain, write_toml
+from parcae.recipe import merge, to_dict, write_toml
 
 DEPTHS = (1, 2, 4, 8, 16)
 
 
 def recipe(preset: str = "parcae-1m", **changes: Any) -> dict[str, Any]:
     tree = {
-        "model": plain(PRESETS[preset]),
+        "model": to_dict(PRESETS[preset]),
         "data": {"sources": ["builtin"], "global_batch": 16},
         "optimiser": {"kind": "muon-adamw", "lr": 0.008, "muon_lr": 0.008},
         "schedule": {"cooldown_fraction": 0.5},
@@ -102,6 +102,8 @@ def result(steps: int, looped: bool = True, **changes: Any) -> dict[str, Any]:
         "train_loss": 2.97531,
         "validation": validation,
         "device": "cpu",
+        "processes": 1,
+        "torch": "2.13.0",
         "seed": 0,
         "skipped_steps": 1,
         "spikes": 2,

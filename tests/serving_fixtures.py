@@ -96,4 +96,4 @@ def plain_engine() -> Engine:
     from oracles import text_model, tokenizer
     from parcae.infer.engine import Engine
 
-    return Engine(text_model(), tokenizer(), rows=1)
+    return Engine(text_model(), tokenizer(), max_batch_size=1)

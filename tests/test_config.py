@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from parcae.config import ConfigError, Curriculum, LoopConfig, ModelConfig
 from parcae.presets import PRESETS, model_from_table, preset
-from parcae.recipe import build, merge, parse_flags, plain, read_toml, write_toml
+from parcae.recipe import build, merge, parse_flags, read_toml, to_dict, write_toml
 from parcae.schema import Range
 
 WRONG = [
@@ -163,7 +163,7 @@ def test_configuration_is_frozen():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_survive_toml(name, tmp_path):
     path = tmp_path / "model.toml"
-    path.write_text(write_toml({"model": plain(PRESETS[name])}))
+    path.write_text(write_toml({"model": to_dict(PRESETS[name])}))
     assert model_from_table(read_toml(path)["model"]) == PRESETS[name]
 
 
@@ -171,7 +171,7 @@ def test_curriculum_survives_toml(tmp_path):
     config = preset("parcae-1m", {"loop": {"curriculum": {"kind": "1-sqrt", "steps": 7}}})
     assert config.loop.curriculum == Curriculum(kind="1-sqrt", steps=7)
     path = tmp_path / "model.toml"
-    path.write_text(write_toml({"model": plain(config)}))
+    path.write_text(write_toml({"model": to_dict(config)}))
     assert model_from_table(read_toml(path)["model"]) == config
 
 

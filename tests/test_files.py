@@ -80,8 +80,8 @@ def test_sha256(tmp_path):
 
 
 def test_a_folder_is_held_by_one_process(tmp_path):
-    script = f"from parcae.files import exclusive\nwith exclusive({str(tmp_path)!r}): pass"
-    with files.exclusive(tmp_path):
+    script = f"from parcae.files import lock_folder\nwith lock_folder({str(tmp_path)!r}): pass"
+    with files.lock_folder(tmp_path):
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
         assert result.returncode != 0
         assert f"another process ({os.getpid()})" in result.stderr
@@ -90,7 +90,7 @@ def test_a_folder_is_held_by_one_process(tmp_path):
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     script = (
-        f"import time; from parcae.files import exclusive\nwith exclusive({str(tmp_path)!r}):\n"
+        f"import time; from parcae.files import lock_folder\nwith lock_folder({str(tmp_path)!r}):\n"
         "    print('locked', flush=True); time.sleep(60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -99,7 +99,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not files.is_in_use(tmp_path)
-    with files.exclusive(tmp_path):
+    with files.lock_folder(tmp_path):
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
 
 
@@ -116,20 +116,23 @@ def test_a_sealed_file_is_read_as_it_was_written_or_not_at_all(tmp_path):
 
 def test_a_folder_that_cannot_be_held_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="a file, not a folder"), files.exclusive(tmp_path / "file"):
+    with (
+        pytest.raises(FileError, match="a file, not a folder"),
+        files.lock_folder(tmp_path / "file"),
+    ):
         pass
     below = tmp_path / "file" / "below"
-    with pytest.raises(FileError, match="could not be written"), files.exclusive(below):
+    with pytest.raises(FileError, match="could not be written"), files.lock_folder(below):
         pass
 
 
 def test_a_folder_on_a_full_disk_is_a_clear_error(tmp_path):
     """Not a byte may be written, as on a disk without room."""
     script = (
-        "import resource; from parcae.files import FileError, exclusive\n"
+        "import resource; from parcae.files import FileError, lock_folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "try:\n"
-        f"    with exclusive({str(tmp_path / 'run')!r}): pass\n"
+        f"    with lock_folder({str(tmp_path / 'run')!r}): pass\n"
         "except FileError as error: print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

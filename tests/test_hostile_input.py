@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fake_runs
 import parcae
 from conftest import randomised, tiny
 from model.test_golden import HEADER
@@ -29,7 +30,6 @@ from parcae.laws.summary import markdown
 from parcae.runs import best_checkpoint, read_status
 from parcae.runs.checkpoints import verify_checkpoint, write_state
 from parcae.sweeps.folder import SweepFolder
-from parcae.training.run import TrainResult
 
 
 @pytest.fixture
@@ -263,13 +263,14 @@ def test_a_loss_that_is_no_number_chooses_no_checkpoint(tmp_path):
     [{"status": "odd"}, {"status": None}, {"steps": "3"}, {"validation": {"x": {}}}],
 )
 def test_a_result_of_wrong_types(change, tmp_path):
-    result = {"status": "finished", "steps": 3, "validation": {"1": {"loss": 2.0}}}
+    result = fake_runs.result(3)
     (tmp_path / "result.json").write_text(json.dumps({**result, **change}))
     with pytest.raises(FileError, match=r"result\.json: a value is missing or wrong"):
         read_status(tmp_path)
+    del result["diagnosis"]
     (tmp_path / "result.json").write_text(json.dumps(result))
     with pytest.raises(FileError, match="no 'diagnosis'"):
-        TrainResult.read(tmp_path)
+        read_status(tmp_path)
 
 
 def test_files_of_a_sweep_of_wrong_types(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from parcae import plotting
@@ -44,3 +46,10 @@ def test_loops_that_are_too_close_get_one_tick() -> None:
 def test_curves_beyond_the_palette_differ_by_their_dashes() -> None:
     looks = {(plotting.colour(index), plotting.dash(index)) for index in range(32)}
     assert len(looks) == 32
+
+
+def test_pages_have_the_colours_of_figures():
+    light = plotting.page_style().split("@media")[0]
+    variables = dict(re.findall(r"--(\w+): (#\w+)", light))
+    assert tuple(variables[f"c{n}"] for n in range(len(plotting.PALETTE))) == plotting.PALETTE
+    assert variables["red"] == plotting.RED

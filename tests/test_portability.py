@@ -93,7 +93,7 @@ def test_it_trains_evaluates_and_generates(monkeypatch, tmp_path, capsys):
     assert train(runs.recipe(runs.write_text(tmp_path), budget={"steps": 2}), run).steps == 2
     assert train(runs.recipe(tmp_path / "text.jsonl", budget={"steps": 2}), run, resume=True)
     assert main(["eval", str(run), "--loops", "1"]) == 0
-    assert main(["generate", str(run), "alpha", "--new-tokens", "2"]) == 0
+    assert main(["generate", str(run), "alpha", "--max-new-tokens", "2"]) == 0
     assert capsys.readouterr().out
 
 

@@ -71,7 +71,7 @@ async def compare(port: int, expected: dict, started: float) -> None:
 
     async def complete(prompt: str) -> tuple[str, int]:
         answer = await client.completions.create(
-            model="model", prompt=prompt, max_tokens=expected["new_tokens"], temperature=0
+            model="model", prompt=prompt, max_tokens=expected["max_new_tokens"], temperature=0
         )
         return answer.choices[0].text, answer.usage.completion_tokens
 

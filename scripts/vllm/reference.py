@@ -37,7 +37,7 @@ NEW_TOKENS = 96
 def main(checkpoint: str, out: str) -> None:
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     engine = parcae.Engine(model, tokenizer)
-    options = {"new_tokens": NEW_TOKENS, "temperature": 0}
+    options = {"max_new_tokens": NEW_TOKENS, "temperature": 0}
     texts = [engine.generate(prompt, **options).text for prompt in PROMPTS]
     speed = {}
     for clients in (1, 8, 32):
@@ -46,7 +46,7 @@ def main(checkpoint: str, out: str) -> None:
         start = time.perf_counter()
         done = engine.generate_all(prompts, **options)
         speed[clients] = sum(len(text.tokens) for text in done) / (time.perf_counter() - start)
-    content = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "texts": texts, "speed": speed}
+    content = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "texts": texts, "speed": speed}
     Path(out).write_text(json.dumps(content), encoding="utf-8")
 
 

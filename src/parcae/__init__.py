@@ -5,7 +5,7 @@
     parcae.train("recipe.toml", out="runs/first")   # or `parcae train recipe.toml`
     model = parcae.load("runs/first")               # with its tokenizer: parcae.open_checkpoint
     parcae.evaluate("runs/first", loops=(1, 4, 8))  # or `parcae eval runs/first --loops 1,4,8`
-    runs = parcae.sweep("recipe.toml", "runs/laws", budgets=[1e12, 2e12], loops=[1, 2, 4])
+    runs = parcae.sweep("recipe.toml", "runs/laws", flops=[1e12, 2e12], mean_loops=[1, 2, 4])
     laws = parcae.fit(runs.table())                 # scaling laws of a table of runs
 
 A module is imported when one of its names is first used, so `import parcae` is cheap.
@@ -15,12 +15,13 @@ serving, commands; the docstring of each lists its modules. Modules:
 
     config     model and loop configuration      presets    models by name
     schema     validation of settings: types, ranges, messages
-    recipe     recipes: TOML files and flags to tables of settings
+    recipe     recipes: TOML files and flags to tables of settings; unknown keys
     registry   injections, samplers and optimisers by name; a user's files
     files      atomic writes, checksums, locks   tables     tables as Markdown, CSV, LaTeX
     console    output, progress, numbers         plotting   style of figures
-    machine    memory, cores, signals, cache     rng        random numbers by key
-    cli        the command `parcae`, also as `python -m parcae` (__main__)
+    machine    memory, cores, signals, cache     device     auto, cpu, cuda, mps
+    cli        the command `parcae`, also as     rng        random numbers by key
+               `python -m parcae` (__main__)
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ _PUBLIC = {
     ),
     "report.comparison": ("compare",),
     "report.page": ("write_report",),
-    "runs": ("Checkpoint", "load", "open_checkpoint"),
+    "runs": ("Checkpoint", "TrainResult", "load", "open_checkpoint"),
     "serving.app": ("create_app",),
     "serving.server": ("serve",),
     "sweeps.run": ("SweepResult", "sweep"),
     "tables": ("format_table",),
     "training.plan": ("plan",),
-    "training.run": ("TrainResult", "train"),
+    "training.run": ("train",),
     "training.settings": ("Recipe",),
 }
 """The public names by module: what `__all__`, `dir(parcae)` and attribute access follow. The
@@ -104,6 +105,7 @@ if TYPE_CHECKING:
     from parcae.report.comparison import compare as compare
     from parcae.report.page import write_report as write_report
     from parcae.runs import Checkpoint as Checkpoint
+    from parcae.runs import TrainResult as TrainResult
     from parcae.runs import load as load
     from parcae.runs import open_checkpoint as open_checkpoint
     from parcae.serving.app import create_app as create_app
@@ -112,7 +114,6 @@ if TYPE_CHECKING:
     from parcae.sweeps.run import sweep as sweep
     from parcae.tables import format_table as format_table
     from parcae.training.plan import plan as plan
-    from parcae.training.run import TrainResult as TrainResult
     from parcae.training.run import train as train
     from parcae.training.settings import Recipe as Recipe
 

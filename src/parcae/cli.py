@@ -17,6 +17,7 @@ import difflib
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -47,6 +48,7 @@ MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "serve", "depth
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    arguments = None
     try:
         if argv[:1] == [lm_eval.NAME]:
             import_from_environment()
@@ -69,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, FileError) as error:
         if os.environ.get("PARCAE_DEBUG"):
             raise
-        print(f"parcae: {printable(str(error))}", file=sys.stderr)
+        message = name_options(str(error), arguments)
+        print(f"parcae: {printable(message)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("parcae: stopped.", file=sys.stderr)
@@ -77,6 +80,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def name_options(message: str, arguments: argparse.Namespace | None) -> str:
+    """The message of a library call with options of this command in place of its parameters:
+    --task-data for `task_data`, --data.sources for `data.sources`."""
+    if arguments is None:
+        return message
+
+    def name_option(match: re.Match[str]) -> str:
+        option = f"--{match[1].replace('_', '-')}"
+        if option in arguments.parser._option_string_actions:
+            return option
+        is_setting = "." in match[1] and getattr(arguments, "takes_settings", False)
+        return f"--{match[1]}" if is_setting else match[0]
+
+    return re.sub(r"`(\w+(?:\.\w+)?)`", name_option, message)
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,15 +107,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
-
-    def add_argument(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, *names: str, earlier: str | None = None, **options: Any
-    ) -> argparse.Action:
-        """As argparse's; `earlier` is a former name of the option, accepted but not in the help."""
-        action = super().add_argument(*names, **options)
-        if earlier is not None:
-            self._option_string_actions[earlier] = action
-        return action
 
     def add_subparsers(self, **options: Any) -> Any:
         """As argparse's; without a subcommand the help is printed."""

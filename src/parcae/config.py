@@ -25,7 +25,7 @@ __all__ = [
 
 LOGNORMAL_SIGMA = 0.5
 """The spread s of the Poisson-lognormal sampler, tau ~ N(log(mean) - s^2/2, s)."""
-MAX_LOOPS = 1_000_000
+MAX_LOOPS = 1024
 MAX_VOCABULARY = 1 << 21
 MAX_CONTEXT = 1 << 20
 MAX_WIDTH = 1 << 17

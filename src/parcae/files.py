@@ -6,11 +6,12 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ from parcae.machine import process_exists
 
 CHUNK_BYTES = 1 << 20
 DEEPEST_NESTING = 64
-"""Of lists and objects in JSON and TOML files; what parcae writes has less than ten levels."""
+"""Levels of lists and objects in JSON and TOML files; what parcae writes has less than ten."""
 OLD_SECONDS = 24 * 3600
 """A temporary file of another machine is taken for abandoned after this time."""
 
@@ -146,6 +147,17 @@ def to_json(value: Any) -> str:
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
+def nan_to_none(value: Any) -> Any:
+    """The same tree of JSON values with None for NaN and infinities, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): nan_to_none(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [nan_to_none(inner) for inner in value]
+    return value
+
+
 def read_json(path: str | Path) -> Any:
     """The content of a JSON file of finite numbers and moderate nesting."""
     path = Path(path)
@@ -180,7 +192,7 @@ def check_nesting(value: Any) -> None:
     raise ValueError(f"nested more than {DEEPEST_NESTING} levels deep")
 
 
-def inside(folder: Path, name: object) -> Path:
+def path_inside(folder: Path, name: object) -> Path:
     """The path of a file that a manifest names; FileError where it is not within the folder.
 
     A symbolic link may lead to another file of the folder, not out of it.
@@ -229,7 +241,7 @@ def sha256(path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(folder: str | Path) -> Iterator[None]:
+def lock_folder(folder: str | Path) -> Iterator[None]:
     """Lock `folder` against other processes; the system frees the lock of a killed one.
 
     The file `.lock` holds the process id of the owner and stays when the lock is released.
@@ -259,7 +271,7 @@ def exclusive(folder: str | Path) -> Iterator[None]:
 def is_in_use(folder: str | Path) -> bool:
     """Whether another process holds the folder's lock now."""
     try:
-        with exclusive(folder):
+        with lock_folder(folder):
             return False
     except InUseError:
         return True

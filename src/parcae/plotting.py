@@ -1,4 +1,4 @@
-"""Style, colours, ticks and files of all figures."""
+"""Style, colours, ticks and files of all figures. page.css has the same colours for pages."""
 
 from __future__ import annotations
 

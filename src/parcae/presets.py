@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from parcae.config import ConfigError, LoopConfig, ModelConfig
-from parcae.recipe import build, merge, plain
+from parcae.recipe import build, merge, to_dict
 from parcae.schema import suggest
 
 
@@ -114,7 +114,7 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig
         )
     if not overrides:
         return PRESETS[name]
-    return build(ModelConfig, merge(plain(PRESETS[name]), overrides))
+    return build(ModelConfig, merge(to_dict(PRESETS[name]), overrides))
 
 
 def model_from_table(table: Mapping[str, Any]) -> ModelConfig:

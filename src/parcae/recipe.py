@@ -62,13 +62,13 @@ def _in_form(hint: Any, value: Any) -> Any:
     return value
 
 
-def plain(config: Any) -> Tree:
+def to_dict(config: Any) -> Tree:
     """The tree that `build` reads back; keys without a value are omitted, as in TOML."""
     tree: Tree = {}
     for f in dataclasses.fields(config):
         value = getattr(config, f.name)
         if value is not None:
-            value = plain(value) if dataclasses.is_dataclass(value) else value
+            value = to_dict(value) if dataclasses.is_dataclass(value) else value
             tree[f.name] = list(value) if isinstance(value, tuple) else value
     return tree
 

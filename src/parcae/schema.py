@@ -5,8 +5,8 @@
         mean_loops: float = setting(8, "mean number of loops", at_least=1)
 
 A table is checked once, when it is constructed: from Python, from a recipe or from a command line,
-with the same messages. This is the only validator of types, names and ranges in the project; rules
-between several settings go into the table's `check`.
+with the same messages; rules between several settings go into the table's `check`. Arguments of
+functions are checked with `require` and `require_range`, which have the same messages.
 """
 
 from __future__ import annotations
@@ -85,6 +85,15 @@ class Range(NamedTuple):
             if limit is not None
         ]
         return " and ".join(limits) or "a finite number"
+
+
+def require_range(key: str, value: float, remedy: str = "", **limits: float | None) -> None:
+    """Raise `ConfigError` unless the number is finite and in the range; `limits` are `Range`'s."""
+    allowed = Range(**limits)
+    number = value if isinstance(value, int | float) else float(value)  # numpy's are neither
+    if number not in allowed:
+        problem = f"{key}: {shorten(value)} is out of range. It must be {allowed}."
+        raise ConfigError(f"{problem} {remedy}".strip())
 
 
 class Settings:

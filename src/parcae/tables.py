@@ -155,7 +155,7 @@ def _csv(rows: Sequence[Row]) -> str:
 def _column(
     key: str, rows: Sequence[Row], digits: int | None, best: Best | None, minus: str
 ) -> list[tuple[str, str, bool]]:
-    """Of each row the value and its error as text, and whether the value is the best."""
+    """For each row the value and its error as text, and whether the value is the best."""
     values: list[Any] = [row.get(key) for row in rows]
     errors = [row.get(f"{key}{ERROR}") for row in rows]
     texts = [_texts(value, error, digits) for value, error in zip(values, errors, strict=True)]

@@ -23,6 +23,7 @@ def corpus(count=300, seed=0, longest=40, first_id=1) -> InMemoryDocuments:
 
 def config(**changes) -> LoaderConfig:
     small = {"context_length": 15, "global_batch": 4, "buffer": 10, "block_documents": 50}
+    small["split_long"] = False  # as in the paper
     return LoaderConfig(**{**small, "prefetch": 0, **changes})
 
 

@@ -237,9 +237,9 @@ def test_split_long_reads_what_would_be_dropped():
     rows = rows_of(next(Loader([Source(long)], settings_)))
     assert all(row[0] == BOS for row in rows)
     assert sorted(token for row in rows for token in row[1:]) == list(range(1, 151))
-    held_out = [row for b in validation_batches(long, 15, 4, split_long=True) for row in rows_of(b)]
+    held_out = [row for b in validation_batches(long, 15, 4) for row in rows_of(b)]
     assert sorted(held_out) == sorted(rows)
-    assert len(list(validation_batches(long, 15, 1))) == 1
+    assert len(list(validation_batches(long, 15, 1, split_long=False))) == 1
 
 
 def test_a_corpus_smaller_than_a_step_repeats():
@@ -304,11 +304,15 @@ def test_a_program_that_stops_early_ends():
 
 def test_validation_rows_are_fixed_and_spread():
     documents = corpus()
-    all_rows = [row for b in validation_batches(documents, 15, 7) for row in rows_of(b)]
-    again = [row for b in validation_batches(documents, 15, 64) for row in rows_of(b)]
+    all_rows = [
+        row for b in validation_batches(documents, 15, 7, split_long=False) for row in rows_of(b)
+    ]
+    again = [
+        row for b in validation_batches(documents, 15, 64, split_long=False) for row in rows_of(b)
+    ]
     assert all_rows == again
     assert all(row[0] == BOS for row in all_rows)
-    few = [rows_of(b) for b in validation_batches(documents, 15, 4, limit=10)]
+    few = [rows_of(b) for b in validation_batches(documents, 15, 4, limit=10, split_long=False)]
     assert [len(batch) for batch in few] == [4, 4, 2]
     picked = [all_rows.index(row) for batch in few for row in batch]
     assert picked == [i * len(all_rows) // 10 for i in range(10)]

@@ -9,7 +9,7 @@ from loading import BOS, config, corpus, take, two_sources
 from parcae.config import ConfigError
 from parcae.data.loader import Loader, LoaderConfig, Source, validation_batches
 from parcae.data.shards import InMemoryDocuments
-from parcae.recipe import build, plain
+from parcae.recipe import build, to_dict
 
 
 def test_too_small_a_corpus_is_an_error():
@@ -150,7 +150,7 @@ def test_mistakes_are_named(make, named):
 
 
 def test_the_config_goes_through_a_recipe():
-    assert build(LoaderConfig, plain(config(seed=3))) == config(seed=3)
+    assert build(LoaderConfig, to_dict(config(seed=3))) == config(seed=3)
 
 
 def test_a_state_of_the_older_order_is_refused():

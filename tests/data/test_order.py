@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from parcae.data.order import exact_weights, key, next_sources, permute
+from parcae.data.order import exact_weights, hash64, next_sources, permute
 
 
 @pytest.mark.slow
@@ -21,13 +21,13 @@ def test_it_is_a_permutation(count, some_key):
 
 
 def test_a_part_is_a_part_of_the_whole():
-    whole = permute(np.arange(1000), 1000, key(1, "a"))
-    assert (permute(np.arange(300, 400), 1000, key(1, "a")) == whole[300:400]).all()
+    whole = permute(np.arange(1000), 1000, hash64(1, "a"))
+    assert (permute(np.arange(300, 400), 1000, hash64(1, "a")) == whole[300:400]).all()
 
 
 def test_hundreds_of_millions_need_no_table():
     count = 700_000_001
-    sent = permute(np.arange(123_456_789, 123_456_789 + 50_000), count, key(0))
+    sent = permute(np.arange(123_456_789, 123_456_789 + 50_000), count, hash64(0))
     assert len(np.unique(sent)) == 50_000
     assert sent.min() >= 0
     assert sent.max() < count
@@ -37,7 +37,7 @@ def test_hundreds_of_millions_need_no_table():
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "draws"), [(2, 400), (3, 1200), (4, 2000), (5, 3000)])
 def test_small_permutations_are_all_equally_likely(count, draws):
-    seen = Counter(tuple(permute(np.arange(count), count, key(n, "x"))) for n in range(draws))
+    seen = Counter(tuple(permute(np.arange(count), count, hash64(n, "x"))) for n in range(draws))
     frequencies = [seen[p] for p in itertools.permutations(range(count))]
     assert chisquare(frequencies).pvalue > 1e-4
 
@@ -45,14 +45,14 @@ def test_small_permutations_are_all_equally_likely(count, draws):
 def test_neighbours_are_torn_apart():
     """In a random order of n, the mean distance between neighbours is n / 3."""
     count = 40_000
-    sent = permute(np.arange(count), count, key(3))
+    sent = permute(np.arange(count), count, hash64(3))
     assert np.abs(np.diff(sent)).mean() == pytest.approx(count / 3, rel=0.02)
     assert abs(np.corrcoef(np.arange(count), sent)[0, 1]) < 0.03
 
 
 def test_the_order_is_for_ever():
     """A state stored years ago must mean the same rows: these numbers may never change."""
-    assert key(0, "documents", 1) == 10957797862289021001
+    assert hash64(0, "documents", 1) == 10957797862289021001
     assert permute(np.arange(10), 10, 42).tolist() == [8, 6, 1, 0, 4, 5, 2, 9, 7, 3]
 
 

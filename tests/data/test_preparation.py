@@ -42,7 +42,7 @@ from parcae.data.readers import Document, ReadPosition
 from parcae.data.shards import InMemoryDocuments, ShardedDocuments, ShardWriter
 from parcae.data.sources import content_key, find_files, split_of
 from parcae.data.tokenizer import Tokenizer, _batches
-from parcae.files import FileError, exclusive
+from parcae.files import FileError, lock_folder
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,7 @@ def test_a_folder_belongs_to_one_preparation(
 def test_two_processes_do_not_write_into_one_folder(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:
-    with exclusive(tmp_path / "out"), pytest.raises(FileError, match="another process"):
+    with lock_folder(tmp_path / "out"), pytest.raises(FileError, match="another process"):
         write_shards(work_on(source, tokenizer), tmp_path / "out")
 
 
@@ -413,14 +413,3 @@ def test_the_format_of_a_file_is_part_of_its_identity(tmp_path: Path, tokenizer:
     write_shards(work_on(text, tokenizer), tmp_path / "out")
     with pytest.raises(FileError, match="contains shards of other sources"):
         write_shards(work_on(records, tokenizer), tmp_path / "out")
-
-
-def test_shards_of_versions_that_identified_files_by_name_are_accepted(
-    tmp_path: Path, source: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identity = module._identity
-    with monkeypatch.context() as earlier:
-        earlier.setattr(module, "_identity", lambda *args, **_: identity(*args, by_name=True))
-        first = write_shards(work_on(source, tokenizer), tmp_path / "out")
-    assert write_shards(work_on(source, tokenizer), tmp_path / "out") == first
-    assert write_shards(work_on(source, tokenizer), tmp_path / "new")["shards"] != first["shards"]

@@ -130,7 +130,7 @@ def test_not_utf8_is_an_error_or_replaced(tmp_path: Path, name: str) -> None:
         pq.write_table(pa.table({"text": pa.array([BAD_UTF8], pa.binary())}), path)
     else:
         path.write_bytes(BAD_UTF8 if name == "a.txt" else b'{"text": "' + BAD_UTF8 + b'"}')
-    with pytest.raises(FileError, match=rf"{name}.*not UTF-8 \(byte 0xff.*--encoding-errors"):
+    with pytest.raises(FileError, match=rf"{name}.*not UTF-8 \(byte 0xff.*`encoding_errors`"):
         texts_of(path)
     assert texts_of(path, encoding_errors="replace") == ["good \ufffd bad"]
 

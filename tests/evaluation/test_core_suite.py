@@ -19,8 +19,8 @@ from parcae.evaluation.core_suite import (
     Questions,
     draw_examples,
     render,
-    shuffled,
-    tokenised,
+    shuffled_order,
+    tokenise_item,
 )
 from parcae.evaluation.jobs import DataFile
 from parcae.evaluation.metrics import credit
@@ -119,7 +119,7 @@ def test_draws_prompts_and_spans_are_the_releases(shared_data, expected, tokeniz
         job = InContext(asked, want["seed"])
         texts = job.texts(index)
         assert texts == want["prompts"]
-        prompt = tokenised(task.kind, texts, tokenizer.encode, tokenizer.bos, 1024)
+        prompt = tokenise_item(task.kind, texts, tokenizer.encode, tokenizer.bos, 1024)
         assert [list(span) for span in prompt.spans] == want["spans"]
         assert list(prompt.lengths) == want["untruncated_lengths"]
         assert list(prompt.sequences[-1]) == want["last_prompt_tokens"]
@@ -224,23 +224,23 @@ def test_examples_are_drawn_as_from_the_list_of_all_others(count):
 
 
 def test_shuffle_is_a_permutation():
-    assert sorted(shuffled(100)) == list(range(100))
-    assert shuffled(100) != list(range(100))
+    assert sorted(shuffled_order(100)) == list(range(100))
+    assert shuffled_order(100) != list(range(100))
 
 
 def test_an_answer_that_begins_another_still_has_a_token_to_score():
     encode = list
-    prompt = tokenised("multiple_choice", [b"qa", b"qab"], encode, 0, 100)  # type: ignore
+    prompt = tokenise_item("multiple_choice", [b"qa", b"qab"], encode, 0, 100)  # type: ignore
     assert prompt.spans == (Span(2, 3), Span(2, 4))
-    equal = tokenised("multiple_choice", [b"qa", b"qa"], encode, 0, 100)  # type: ignore
+    equal = tokenise_item("multiple_choice", [b"qa", b"qa"], encode, 0, 100)  # type: ignore
     assert equal.spans == (Span(2, 3), Span(2, 3))
 
 
 def test_an_answer_that_does_not_begin_a_token_is_marked():
     """The release stops there; here the token that spans both is scored, and counted."""
     texts = [b"q", b"qab"]
-    assert tokenised("language_modeling", texts, list, 0, 100).is_aligned  # type: ignore
-    joined = tokenised(
+    assert tokenise_item("language_modeling", texts, list, 0, 100).is_aligned  # type: ignore
+    joined = tokenise_item(
         "language_modeling", ["q", "qab"], {"q": [5], "qab": [7, 8]}.__getitem__, 0, 100
     )
     assert joined.spans == (Span(1, 3),)
@@ -248,7 +248,7 @@ def test_an_answer_that_does_not_begin_a_token_is_marked():
 
 
 def test_a_span_longer_than_the_context_is_scored_as_far_as_it_fits():
-    prompt = tokenised("multiple_choice", [b"q123456", b"qabcdef"], list, 0, 4)  # type: ignore
+    prompt = tokenise_item("multiple_choice", [b"q123456", b"qabcdef"], list, 0, 4)  # type: ignore
     assert prompt.is_cut
     assert prompt.spans == (Span(1, 4), Span(1, 4))
 

@@ -295,7 +295,7 @@ def test_empty_and_truncated_files(content, tmp_path):
         (["--suites", "val", "--device", "nonsense"], "device: nonsense cannot be used"),
         (["--suites", "val", "--device", "cuda:77"], "device: cuda:77 cannot be used"),
         (["--suites", "val", "--context-length", "65"], "more than the model's 64"),
-        (["--suites", "val", "--context-length", "1"], "context: 1 is too few"),
+        (["--suites", "val", "--context-length", "1"], "context: 1 is out of range"),
     ],
 )
 def test_errors_in_arguments(arguments, message, checkpoint, task_folder, tmp_path, capsys):

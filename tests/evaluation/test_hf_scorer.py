@@ -144,7 +144,7 @@ def test_a_context_for_a_model_that_states_none(folder: Path):
         config=SimpleNamespace(), eval=lambda: scorer.model, forward=scorer.model.forward
     )
     scorer.tokenizer.model_max_length = 10**30
-    with pytest.raises(ValueError, match="--context-length"):
+    with pytest.raises(ValueError, match="Give `context_length`"):
         HFScorer(silent, scorer.tokenizer)
     assert HFScorer(silent, scorer.tokenizer, context_length=20).context_length == 20
     assert open_scorer(folder, context=24).context_length == 24

@@ -18,13 +18,14 @@ from parcae import cli
 from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.item_scores import Evaluation, Key, read_evaluation
-from parcae.evaluation.metrics import ratio, sign_test, standard_error
+from parcae.evaluation.metrics import ratio, standard_error
 from parcae.evaluation.paired import (
     choose_loops,
     compare_at,
     compare_evaluations,
     only_in_one,
     scores_at,
+    sign_test,
 )
 from parcae.files import FileError, write_json, write_sealed
 from parcae.model import create

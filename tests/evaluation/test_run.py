@@ -97,7 +97,7 @@ def test_progress_is_reported(small_model, small_tokenizer, task_folder):
         ({"suites": "core"}, "--task-data"),
         ({"val_data": "a.txt", "tokenizer": None}, "tokenizer: a model in memory needs one"),
         ({"best": True}, "a model in memory has no checkpoints"),
-        ({"limit": 0}, "limit: 0. It must be >= 1"),
+        ({"limit": 0}, "limit: 0 is out of range. It must be at least 1"),
         ({"baselines": "mine"}, "Known: nanochat, dclm"),
         ({}, "val: model is not a run"),
     ],

@@ -95,7 +95,7 @@ def test_a_checkpoint_holds_only_its_name(run, trained, capsys, monkeypatch):
     assert json.loads(config)["model"]["injection"] == "rotation"
     assert "new_injection" not in config
     monkeypatch.setattr(INJECTIONS, "_registered", {})
-    assert main(["generate", str(run), "def ", "--new-tokens", "4"]) == 2
+    assert main(["generate", str(run), "def ", "--max-new-tokens", "4"]) == 2
     error = capsys.readouterr().err
     for part in ("config.json: model.injection: 'rotation' is not a known", "--import FILE"):
         assert part in error
@@ -103,7 +103,7 @@ def test_a_checkpoint_holds_only_its_name(run, trained, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_other_processes_import_it(run):
-    words = ("generate", run, "def ", "--new-tokens", 4)
+    words = ("generate", run, "def ", "--max-new-tokens", 4)
     assert in_new_process(*words).returncode == 2
     assert in_new_process(*words, "--import", EXAMPLE).returncode == 0
     as_a_child = {IMPORT_VARIABLE: str(EXAMPLE)}
@@ -113,7 +113,7 @@ def test_other_processes_import_it(run):
 def test_it_decodes_what_a_whole_forward_predicts(trained):
     model, tokenizer = trained.model, trained.tokenizer
     ids = tokenizer.encode("def ")
-    generated = parcae.generate(model, ids, new_tokens=8, temperature=0)
+    generated = parcae.generate(model, ids, max_new_tokens=8, temperature=0)
     tokens = list(ids)
     for _ in range(8):
         logits = model(torch.tensor([tokens]), loops=4, state="zero").logits

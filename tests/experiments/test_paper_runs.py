@@ -8,14 +8,14 @@ import pytest
 from parcae.experiments import paper_runs as paper
 from parcae.experiments.paper_runs import cost, paper_table
 from parcae.laws.forms import TRAINING
-from parcae.laws.model_runs import points
+from parcae.laws.model_runs import make_points
 from parcae.laws.table import gap_shares
 from parcae.model import flops
 from parcae.presets import preset
 
 
 def predicted(size, effective_params):
-    at = points(loss=[1.0], effective_params=effective_params, tokens=paper.TOKENS[size])
+    at = make_points(loss=[1.0], effective_params=effective_params, tokens=paper.TOKENS[size])
     return float(TRAINING.predict(paper.COEFFICIENTS[f"parcae-{size}"], at)[0])
 
 

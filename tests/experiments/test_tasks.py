@@ -108,9 +108,9 @@ def test_training_resumes_and_accuracy_counts_right_answers(tmp_path):
     scale = Scale("toy")
     recipe = scale.recipe(scale.task("pointers"), seed=0)
     result = train_task(recipe, tmp_path / "whole")
-    assert (result["status"], result["steps"]) == ("finished", 3)
+    assert (result.status, result.steps) == ("finished", 3)
     again = train_task(recipe, tmp_path / "whole", resume=True)
-    assert again["validation"] == result["validation"]
+    assert again.validation == result.validation
 
     task, model = TASKS["pointers"], load(tmp_path / "whole")
     shares = accuracies(model, task, (1, 4), rows=16)

@@ -34,11 +34,18 @@ from parcae.laws.table import read_table, write_table
 from parcae.model import release_format
 from parcae.recipe import build, parse_flags, write_toml
 from parcae.report.runs import read_run
-from parcae.runs import best_checkpoint, last_step, list_checkpoints, read_metrics, read_status
+from parcae.runs import (
+    best_checkpoint,
+    last_step,
+    list_checkpoints,
+    read_metrics,
+    read_result,
+    read_status,
+)
 from parcae.runs.checkpoints import write_state
 from parcae.runs.layout import checkpoint_path
 from parcae.sweeps.folder import SweepFolder
-from parcae.training.run import TrainResult, _last_state
+from parcae.training.run import _last_state
 from parcae.training.settings import recipe_from_file, recipe_from_tree
 
 TEXT = "".join(f"### part {i}\nsome words, and numbers such as {i * i}\n" for i in range(40))
@@ -190,7 +197,7 @@ def write_run(folder: Path) -> None:
 
 def read_results(folder: Path) -> None:
     read_status(folder)
-    TrainResult.read(folder)
+    read_result(folder)
     last_step(folder)
     read_metrics(folder)
     read_run(folder)

@@ -195,7 +195,7 @@ def main() -> None:
 def greedy(name: str, model: LanguageModel) -> list[int]:
     """Greedy tokens without a cache; each leads the others by more than float32 rounds."""
     prompt = batch()[0][0].tolist()
-    tokens = reference.generate(model, prompt, new_tokens=NEW_TOKENS, temperature=0)
+    tokens = reference.generate(model, prompt, max_new_tokens=NEW_TOKENS, temperature=0)
     window = torch.tensor([[*prompt, *tokens]])
     with torch.no_grad():
         settings = {"loops": 4, "state": "zero"} if is_looped(name) else {}

@@ -72,14 +72,14 @@ def test_the_stored_numbers_are_those_of_the_plain_implementation(name, dtype, g
             assert_within(logits, golden[f"{name}/logits/{loops}"], rounding(name, dtype), loops)
 
 
-@pytest.mark.parametrize("layers", ["auto", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 @NAMES
-def test_greedy_tokens(name, layers):
+def test_greedy_tokens(name, backend):
     """Of the compiled kernels where there is a compiler, and of PyTorch."""
     expected = json.loads(outputs.TOKENS.read_text())[name]
-    engine = Engine(build(name, torch.float32).eval(), layers=layers)
+    engine = Engine(build(name, torch.float32).eval(), backend=backend)
     prompt = outputs.batch()[0][0].tolist()
-    tokens = engine.generate(prompt, new_tokens=outputs.NEW_TOKENS, temperature=0).tokens
+    tokens = engine.generate(prompt, max_new_tokens=outputs.NEW_TOKENS, temperature=0).tokens
     assert list(tokens) == expected
 
 

@@ -110,8 +110,8 @@ def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
     actual = torch.load(folder / "logits.pt")
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     engine = parcae.Engine(model, tokenizer)
-    text = engine.generate(TEXTS[0], new_tokens=12, loops=3, temperature=0).text
-    piped = engine.generate(TEXTS[0], new_tokens=12, temperature=0).text
+    text = engine.generate(TEXTS[0], max_new_tokens=12, loops=3, temperature=0).text
+    piped = engine.generate(TEXTS[0], max_new_tokens=12, temperature=0).text
     assert process.stdout == f"{text}\n{TEXTS[0]}{piped}\n"
 
 
@@ -255,7 +255,9 @@ def test_a_wrong_or_malicious_folder_is_refused(damage, message, checkpoint, tmp
 
 
 def test_an_exported_folder_is_evaluated_as_one_of_ours(exported, capsys):
-    assert main(["generate", str(exported), "the cat", "--new-tokens", "4", "--loops", "2"]) == 0
+    assert (
+        main(["generate", str(exported), "the cat", "--max-new-tokens", "4", "--loops", "2"]) == 0
+    )
     scorer = open_scorer(str(exported), [1, 2])
     assert scorer.loops == (1, 2)
 

@@ -98,7 +98,7 @@ def test_engine_and_generate_exit_alike(ours, theirs):
         options = {"max_new_tokens": 8, "do_sample": False, "num_loops": 6, "exit": rule}
         texts = theirs.generate(prompts, **options)[:, 6:]
         for row, prompt in zip(texts.tolist(), prompts.tolist(), strict=True):
-            ours_text = engine.generate(prompt, new_tokens=8, loops=6, temperature=0, exit=rule)
+            ours_text = engine.generate(prompt, max_new_tokens=8, loops=6, temperature=0, exit=rule)
             assert tuple(row) == ours_text.tokens
     with pytest.raises(ValueError, match=r"parcae\.Engine"):
         theirs.generate(prompts, max_new_tokens=2, exit="kl:0.1")

@@ -112,7 +112,7 @@ def count_allocations(engine: Engine, monkeypatch) -> list[tuple[int, ...]]:
 def test_decoding_allocates_when_it_begins_and_never_again(way, monkeypatch):
     engine = Engine(model_of("parcae"))
     made = count_allocations(engine, monkeypatch)
-    options = {"new_tokens": 25, "loops": 2}
+    options = {"max_new_tokens": 25, "loops": 2}
     if way == "stream":
         assert len(list(engine.stream([1, 2], **options))) == 25
     elif way == "submit":
@@ -125,10 +125,10 @@ def test_decoding_allocates_when_it_begins_and_never_again(way, monkeypatch):
 
 
 def test_many_requests_one_after_the_other_allocate_seldom(monkeypatch):
-    engine = Engine(model_of("parcae"), rows=16)
+    engine = Engine(model_of("parcae"), max_batch_size=16)
     made = count_allocations(engine, monkeypatch)
     for first in range(40):
-        engine.submit(engine.request([first, 2], new_tokens=2, loops=1))
+        engine.submit(engine.request([first, 2], max_new_tokens=2, loops=1))
         engine.step()
     assert engine.cache.rows <= 16
     assert len(made) <= 2 * 5
@@ -138,37 +138,37 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 1000)
     engine = Engine(model_of("parcae"))
     for refused in (
-        lambda: engine.generate([1], new_tokens=30, loops=4),
-        lambda: list(engine.stream([1], new_tokens=30, loops=4)),
-        lambda: engine.submit(engine.request([1], new_tokens=30, loops=4)),
+        lambda: engine.generate([1], max_new_tokens=30, loops=4),
+        lambda: list(engine.stream([1], max_new_tokens=30, loops=4)),
+        lambda: engine.submit(engine.request([1], max_new_tokens=30, loops=4)),
     ):
         with pytest.raises(ConfigError, match=r"cache: 1 rows x .* KiB .*fewer rows or tokens"):
             refused()
         assert engine.cache.bytes == 0
     assert engine.step() == 0
     monkeypatch.undo()
-    assert len(engine.generate([1], new_tokens=3, loops=4).tokens) == 3
+    assert len(engine.generate([1], max_new_tokens=3, loops=4).tokens) == 3
 
 
 def test_what_is_idle_makes_room_for_what_is_asked(monkeypatch):
-    engine = Engine(model_of("parcae"), rows=4)
+    engine = Engine(model_of("parcae"), max_batch_size=4)
     for first in range(3):
-        engine.generate([first], new_tokens=3, loops=1)
+        engine.generate([first], max_new_tokens=3, loops=1)
     alone = engine.cache.bytes_per_token(6) * engine.cache.capacity
     monkeypatch.setattr(cache_module, "available_memory", lambda device: alone)
-    made = engine.generate([5, 6], new_tokens=3, loops=6)
+    made = engine.generate([5, 6], max_new_tokens=3, loops=6)
     assert engine.cache.rows == 1
-    assert made == Engine(model_of("parcae")).generate([5, 6], new_tokens=3, loops=6)
+    assert made == Engine(model_of("parcae")).generate([5, 6], max_new_tokens=3, loops=6)
 
 
 def test_a_request_too_many_leaves_those_that_wait_alone(monkeypatch):
-    engine = Engine(model_of("parcae"), rows=4)
-    first = engine.submit(engine.request([5, 6], new_tokens=3, loops=2))
+    engine = Engine(model_of("parcae"), max_batch_size=4)
+    first = engine.submit(engine.request([5, 6], max_new_tokens=3, loops=2))
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 0)
     with pytest.raises(ConfigError, match="cache"):
-        engine.submit(engine.request([5, 7], new_tokens=3, loops=6))
+        engine.submit(engine.request([5, 7], max_new_tokens=3, loops=6))
     for _ in range(3):
         engine.step()
     monkeypatch.undo()
-    expected = Engine(model_of("parcae")).generate([5, 6], new_tokens=3, loops=2)
+    expected = Engine(model_of("parcae")).generate([5, 6], max_new_tokens=3, loops=2)
     assert first.completion() == expected

@@ -82,7 +82,7 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
     except KernelsUnavailable as problem:
         pytest.skip(f"the C++ layers cannot be built here: {problem}")
     model = randomised(KINDS["parcae"])
-    expected = Engine(model, layers="torch").generate([3, 5], new_tokens=4).tokens
+    expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
     monkeypatch.delenv("PARCAE_NATIVE")
     monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
     measured = []
@@ -95,8 +95,8 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
 
     monkeypatch.setattr(choice, "native_is_faster", is_faster)
     engine = Engine(model)
-    assert engine.generate([3, 5], new_tokens=4).tokens == expected
+    assert engine.generate([3, 5], max_new_tokens=4).tokens == expected
     assert len(measured) == 2, "the prompt of two tokens, and single tokens"
     assert engine.network.name.startswith("C++" if native else "PyTorch")
-    Engine(model, layers="native").generate([3, 5], new_tokens=4)
+    Engine(model, backend="native").generate([3, 5], max_new_tokens=4)
     assert len(measured) == 2, "forced: not measured"

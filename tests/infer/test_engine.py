@@ -18,7 +18,7 @@ from parcae.model.store import save
 from parcae.runs import open_checkpoint
 from reference import generate as plainly
 
-SAMPLED = {"temperature": 1.0, "top_k": 40, "loops": 3, "new_tokens": 10}
+SAMPLED = {"temperature": 1.0, "top_k": 40, "loops": 3, "max_new_tokens": 10}
 
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
@@ -36,21 +36,21 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 def test_greedy_text_is_the_same_in_company_with_reuse_and_with_drafts():
     """200 prompts. Where the two best tokens are nearer than 1e-4 the texts may part; that is
     counted."""
-    model, options = model_of("parcae"), {"loops": 3, "new_tokens": 5}
+    model, options = model_of("parcae"), {"loops": 3, "max_new_tokens": 5}
     given = prompts(200)
-    alone = Engine(model, rows=1, reuse_prefixes=False)
+    alone = Engine(model, max_batch_size=1, reuse_prefixes=False)
     expected = [alone.generate(prompt, **options) for prompt in given]
-    company = Engine(model, rows=7, reuse_prefixes=False).generate_all(given, **options)
-    reused = Engine(model, rows=5).generate_all(given, **options)
+    company = Engine(model, max_batch_size=7, reuse_prefixes=False).generate_all(given, **options)
+    reused = Engine(model, max_batch_size=5).generate_all(given, **options)
     drafts = {"draft_loops": 1, "draft_tokens": 3}
-    quick = Engine(model, rows=16).generate_all(given, **options, **drafts)
+    quick = Engine(model, max_batch_size=16).generate_all(given, **options, **drafts)
     assert sum(made.reused for made in company) == 0 < sum(made.reused for made in reused)
     for variant in (company, reused, quick):
         pairs = zip(given, expected, variant, strict=True)
         parted = [flips(model, prompt, a.tokens, b.tokens, 3) for prompt, a, b in pairs]
         assert sum(parted) <= 2
     for prompt, made in zip(given[:20], expected, strict=False):
-        oracle = plainly(model, prompt, new_tokens=5, loops=3, temperature=0)
+        oracle = plainly(model, prompt, max_new_tokens=5, loops=3, temperature=0)
         assert flips(model, prompt, made.tokens, oracle, 3) == 0
 
 
@@ -61,7 +61,7 @@ def test_a_seed_is_a_text(seed):
     model = model_of("parcae")
     given = prompts(6, seed)
     expected = [Engine(model).generate(p, seed=seed, **SAMPLED).tokens for p in given]
-    engine = Engine(model, rows=4)
+    engine = Engine(model, max_batch_size=4)
     torch.rand(3)  # the global generator has no say
     together = engine.generate_all(given, seed=seed, **SAMPLED)
     assert [made.tokens for made in together] == expected
@@ -69,7 +69,9 @@ def test_a_seed_is_a_text(seed):
         pieces = engine.stream(prompt, seed=seed, **SAMPLED)
         assert tuple(piece.token for piece in pieces) == tokens
         assert engine.generate(prompt, seed=seed, draft_loops=1, **SAMPLED).tokens == tokens
-        rest = engine.generate([*prompt, *tokens[:4]], seed=seed, **{**SAMPLED, "new_tokens": 6})
+        rest = engine.generate(
+            [*prompt, *tokens[:4]], seed=seed, **{**SAMPLED, "max_new_tokens": 6}
+        )
         assert rest.tokens == tokens[4:]
     options = {**SAMPLED, "seed": seed}
     assert tuple(plainly(model, given[0], **options)) == expected[0]
@@ -80,16 +82,16 @@ def test_a_seed_is_a_text(seed):
 def test_requests_of_all_sorts_share_a_batch():
     model = model_of("parcae")
     sorts = [
-        {"loops": 1, "new_tokens": 3},
-        {"loops": 6, "new_tokens": 12, "temperature": 1.3, "seed": 4},
+        {"loops": 1, "max_new_tokens": 3},
+        {"loops": 6, "max_new_tokens": 12, "temperature": 1.3, "seed": 4},
         {"loops": 4, "exit": "state:0.3", "temperature": 0.7, "top_p": 0.8},
         {"loops": 2, "exit": "kl:0.1", "repetition_penalty": 1.5},
         {"loops": 3, "min_p": 0.1, "temperature": 1.0},
         {"loops": 5, "draft_loops": 2, "logprobs": 3},
     ] * 3
-    sorts = [{"new_tokens": 5 + i % 4, **sort} for i, sort in enumerate(sorts)]
+    sorts = [{"max_new_tokens": 5 + i % 4, **sort} for i, sort in enumerate(sorts)]
     given = prompts(len(sorts), seed=5)
-    engine = Engine(model, rows=4)
+    engine = Engine(model, max_batch_size=4)
     requests = [engine.request(p, **sort) for p, sort in zip(given, sorts, strict=True)]
     heard = []
     for made, prompt, sort in zip(
@@ -97,12 +99,12 @@ def test_requests_of_all_sorts_share_a_batch():
     ):
         alone = Engine(model).generate(prompt, **sort)
         assert (made.tokens, made.loops, made.finish) == (alone.tokens, alone.loops, alone.finish)
-    assert sum(heard) == sum(sort["new_tokens"] for sort in sorts)
+    assert sum(heard) == sum(sort["max_new_tokens"] for sort in sorts)
     assert engine.complete([]) == []
 
 
 def test_a_stream_goes_on_while_others_are_served():
-    engine = Engine(model_of("parcae"), rows=2)
+    engine = Engine(model_of("parcae"), max_batch_size=2)
     expected = engine.generate([1, 2], **SAMPLED)
     stream = engine.stream([1, 2], **SAMPLED)
     first = next(stream)
@@ -119,7 +121,7 @@ def is_idle(engine: Engine) -> bool:
 
 
 def test_a_stream_that_is_closed_gives_its_row_back():
-    engine = Engine(model_of("parcae"), rows=1)
+    engine = Engine(model_of("parcae"), max_batch_size=1)
     expected = engine.generate([1, 2, 3], **SAMPLED)
     for taken in (0, 1, 4):
         stream = engine.stream([1, 2, 3], **SAMPLED)
@@ -131,7 +133,7 @@ def test_a_stream_that_is_closed_gives_its_row_back():
 
 
 def test_cancelling_what_waits_and_what_runs():
-    engine = Engine(model_of("parcae"), rows=1)
+    engine = Engine(model_of("parcae"), max_batch_size=1)
     running, waiting, last = (engine.submit(engine.request([i], **SAMPLED)) for i in (1, 2, 3))
     engine.step()
     engine.cancel(running, waiting)
@@ -147,7 +149,7 @@ def test_cancelling_what_waits_and_what_runs():
 @pytest.mark.parametrize("when", ["prompt", "later"])
 def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
     model = randomised(KINDS["parcae"])
-    engine = Engine(model, layers="torch")
+    engine = Engine(model, backend="torch")
     other = engine.stream([8, 9], **SAMPLED)
     begun = [next(other).token]
     read, calls = engine.network.read, 0
@@ -187,7 +189,7 @@ def test_generate_gives_text_for_text_and_ids_for_ids(tmp_path):
     model = text_model()
     save(model, tmp_path)
     tokenizer().save(tmp_path / "tokenizer.json")
-    options = {"new_tokens": 12, "loops": 2, "seed": 4, "temperature": 1.5}
+    options = {"max_new_tokens": 12, "loops": 2, "seed": 4, "temperature": 1.5}
     expected = Engine(model, tokenizer()).generate("import ", **options)
     assert generate(tmp_path, "import ", **options) == expected.text
     checkpoint = open_checkpoint(tmp_path)
@@ -196,7 +198,9 @@ def test_generate_gives_text_for_text_and_ids_for_ids(tmp_path):
     stop = [tokenizer().bos]
     for source in (str(tmp_path), checkpoint, model):
         assert generate(source, ids, stop_tokens=stop, **options) == list(expected.tokens)
-    assert generate(model, ids, new_tokens=5) == generate(model, ids, new_tokens=5, temperature=0.8)
+    assert generate(model, ids, max_new_tokens=5) == generate(
+        model, ids, max_new_tokens=5, temperature=0.8
+    )
     with pytest.raises(ConfigError, match="text needs a tokenizer"):
         generate(model, "import ")
 
@@ -209,17 +213,17 @@ def test_a_stream_takes_a_request():
 
 def test_how_a_text_ends():
     engine = Engine(text_model(), tokenizer())
-    assert engine.generate("a", new_tokens=2, loops=1).finish == "length"
-    whole = engine.generate([5] * 60, new_tokens=9, loops=1, stop_tokens=())
+    assert engine.generate("a", max_new_tokens=2, loops=1).finish == "length"
+    whole = engine.generate([5] * 60, max_new_tokens=9, loops=1, stop_tokens=())
     assert (whole.finish, len(whole.tokens)) == ("context", 5)
-    assert engine.generate([5] * 64, new_tokens=1, loops=1, stop_tokens=()).finish == "length"
-    stop = engine.generate([5] * 60, new_tokens=9, loops=1, stop_tokens=whole.tokens[:1])
+    assert engine.generate([5] * 64, max_new_tokens=1, loops=1, stop_tokens=()).finish == "length"
+    stop = engine.generate([5] * 60, max_new_tokens=9, loops=1, stop_tokens=whole.tokens[:1])
     assert (stop.finish, stop.tokens, stop.loops, stop.text) == ("stop", (), (), "")
 
 
 def test_logprobs_on_request():
     engine = Engine(model_of("parcae"))
-    options = {"new_tokens": 4, "loops": 2, "temperature": 1.5, "seed": 3}
+    options = {"max_new_tokens": 4, "loops": 2, "temperature": 1.5, "seed": 3}
     assert engine.generate([1], **options).logprobs is None
     bare = engine.generate([1], logprobs=0, **options).logprobs
     some = engine.generate([1], logprobs=5, **options).logprobs
@@ -243,7 +247,7 @@ WRONG = [
     ({"prompt": "text"}, "text needs a tokenizer"),
     ({"stop": "x"}, "strings need a tokenizer"),
     *[({"loops": loops}, "loops: ") for loops in (0, -1, 10**9, True, 2.5, "8", math.nan)],
-    *[({"new_tokens": n}, "new_tokens: ") for n in (0, -1, 2.5, True, math.inf)],
+    *[({"max_new_tokens": n}, "max_new_tokens: ") for n in (0, -1, 2.5, True, math.inf)],
     *[({"temperature": t}, "temperature: ") for t in (math.nan, -1, math.inf)],
     *[({"top_k": k}, "top_k: ") for k in (0, -1, 1.5, True)],
     *[({"top_p": p}, "top_p: ") for p in (0.0, 1.1, math.nan)],
@@ -275,8 +279,8 @@ def test_an_empty_stop_string(stop):
 
 @pytest.mark.parametrize("rows", [0, -1, True, 2.5])
 def test_impossible_rows(rows):
-    with pytest.raises(ConfigError, match="rows: "):
-        Engine(model_of("parcae"), rows=rows)
+    with pytest.raises(ConfigError, match="max_batch_size: "):
+        Engine(model_of("parcae"), max_batch_size=rows)
 
 
 def test_a_transformer_has_no_loop():
@@ -284,4 +288,4 @@ def test_a_transformer_has_no_loop():
     for changes in ({"loops": 2}, {"exit": "kl:1"}):
         with pytest.raises(ConfigError, match="a Transformer has no loop"):
             engine.generate([1], **changes)
-    assert len(engine.generate_all(prompts(5), new_tokens=4)) == 5
+    assert len(engine.generate_all(prompts(5), max_new_tokens=4)) == 5

@@ -30,7 +30,7 @@ def test_exits_equal_the_oracle(rule, policy):
     model = model_of("parcae")
     oracle = Oracle(model, LOOPS, policy=policy, exit=rule)
     engine = Engine(model, cache=policy)
-    check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=8, exit=rule)
+    check_against_oracle(engine, [5, 17, 80], oracle, max_new_tokens=8, exit=rule)
 
 
 @pytest.mark.slow
@@ -38,13 +38,13 @@ def test_exits_equal_the_oracle(rule, policy):
 def test_exits_of_other_architectures(kind):
     model = model_of(kind)
     oracle = Oracle(model, LOOPS, exit="kl:0.05")
-    check_against_oracle(Engine(model), [5, 17, 80], oracle, new_tokens=6, exit="kl:0.05")
+    check_against_oracle(Engine(model), [5, 17, 80], oracle, max_new_tokens=6, exit="kl:0.05")
 
 
 def test_the_rules_of_these_tests_stop_somewhere_in_between():
     engine = Engine(model_of("parcae"))
     for rule in RULES[:2]:
-        loops = engine.generate([5, 17, 80], new_tokens=20, loops=LOOPS, exit=rule).loops[1:]
+        loops = engine.generate([5, 17, 80], max_new_tokens=20, loops=LOOPS, exit=rule).loops[1:]
         assert 1 < sum(loops) / len(loops) < LOOPS, (rule, loops)
 
 
@@ -65,7 +65,7 @@ def test_rules_and_loops_of_a_batch_are_independent():
     ]
     prompts = [[5 + i, 17, 80 - i][: 1 + i % 3] for i in range(len(plans))]
     requests = [
-        engine.request(prompt, new_tokens=7, logprobs=VOCABULARY, **plan)
+        engine.request(prompt, max_new_tokens=7, logprobs=VOCABULARY, **plan)
         for prompt, plan in zip(prompts, plans, strict=True)
     ]
     for made, prompt, plan in zip(engine.complete(requests), prompts, plans, strict=True):
@@ -74,7 +74,7 @@ def test_rules_and_loops_of_a_batch_are_independent():
 
 def test_what_has_exited_costs_nothing():
     """Tokens that went through a loop are as many as the loops reported; no more, no fewer."""
-    engine = Engine(model_of("parcae"), layers="torch")
+    engine = Engine(model_of("parcae"), backend="torch")
     ran, loop = 0, engine.network.loop
 
     def counted(h, drive, batch, cache, loops):
@@ -86,7 +86,7 @@ def test_what_has_exited_costs_nothing():
     rules = ["kl:0.02", None, "state:0.35", "budget:1", "kl:0.1"]
     prompts = [[i + 1, 2 * i + 1, 3][: 1 + i % 3] for i in range(len(rules))]
     requests = [
-        engine.request(prompt, new_tokens=6, loops=3 + i, exit=rule)
+        engine.request(prompt, max_new_tokens=6, loops=3 + i, exit=rule)
         for i, (prompt, rule) in enumerate(zip(prompts, rules, strict=True))
     ]
     made = engine.complete(requests)
@@ -96,7 +96,7 @@ def test_what_has_exited_costs_nothing():
 
 def test_prompts_are_read_at_full_depth():
     model, prompt = model_of("parcae"), [5, 17, 80, 3]
-    options = {"loops": LOOPS, "new_tokens": 1, "logprobs": VOCABULARY}
+    options = {"loops": LOOPS, "max_new_tokens": 1, "logprobs": VOCABULARY}
     eager = Engine(model).generate(prompt, exit="budget:1", **options)
     assert eager == Engine(model).generate(prompt, **options)
     assert eager.loops == (LOOPS,)
@@ -157,8 +157,8 @@ def registered():
     exit_module.EXIT_RULES._registered.update(before)
 
 
-@pytest.mark.parametrize("layers", ["auto", "torch"])
-def test_registered_rules_equal_the_built_in_ones(registered, layers):
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_registered_rules_equal_the_built_in_ones(registered, backend):
     """One on states, one on predictions, written as a user would; also beside other requests."""
 
     def small_steps(step, threshold):
@@ -173,9 +173,9 @@ def test_registered_rules_equal_the_built_in_ones(registered, layers):
         return (p.exp() * (p - q)).sum(-1) < threshold
 
     registered("small-steps", small_steps)
-    engine = Engine(model_of("parcae"), layers=layers)
+    engine = Engine(model_of("parcae"), backend=backend)
     pairs = {"small-steps:0.35": "state:0.35", "same-prediction:0.02": "kl:0.02"}
-    options = {"loops": LOOPS, "new_tokens": 9, "logprobs": VOCABULARY}
+    options = {"loops": LOOPS, "max_new_tokens": 9, "logprobs": VOCABULARY}
     expected = [
         Engine(model_of("parcae")).generate([5, 17, 80], exit=rule, **options)
         for rule in pairs.values()
@@ -203,7 +203,7 @@ def test_a_rule_sees_every_loop_of_the_tokens_that_are_left(registered):
 
     registered("mine", stop_first_after_two)
     engine = Engine(model_of("parcae"))
-    made = engine.generate_all([[1], [2]], new_tokens=2, loops=4, exit="mine:0.5")
+    made = engine.generate_all([[1], [2]], max_new_tokens=2, loops=4, exit="mine:0.5")
     assert [completion.loops for completion in made] == [(4, 2), (4, 4)]
     assert steps == [(loop, 2 if loop < 3 else 1, None, 0.5) for loop in (1, 2, 3, 4)]
 
@@ -215,7 +215,7 @@ def test_rules_that_cannot_be_registered_or_used(registered):
         registered("a:b", lambda step, threshold: step.state[:, 0] > 0)
     registered("floats", lambda step, threshold: step.state[:, 0])
     with pytest.raises(TypeError, match=r"'floats': must return a boolean tensor \[1\]"):
-        Engine(model_of("parcae")).generate([1], new_tokens=3, loops=3, exit="floats:1")
+        Engine(model_of("parcae")).generate([1], max_new_tokens=3, loops=3, exit="floats:1")
 
 
 @pytest.mark.parametrize("policy", ["shared", "last:2", "first:3"])
@@ -223,5 +223,5 @@ def test_exits_where_one_core_layer_shares_slots(policy):
     """A token that stops early has no slot left to fill where its last loop wrote the only one."""
     model = randomised(tiny(core_layers=1))
     oracle = Oracle(model, 4, policy=policy, exit="budget:2")
-    engine = Engine(model, cache=policy, layers="torch")
-    check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, exit="budget:2")
+    engine = Engine(model, cache=policy, backend="torch")
+    check_against_oracle(engine, [5, 17, 80], oracle, max_new_tokens=6, exit="budget:2")

@@ -48,7 +48,7 @@ def spell(ids):
 
 
 def expected(model, prompt=IDS, **options):
-    options = {"new_tokens": 12, "temperature": 0.8, "stop_tokens": [TOKENIZER.bos], **options}
+    options = {"max_new_tokens": 12, "temperature": 0.8, "stop_tokens": [TOKENIZER.bos], **options}
     return generate(model, prompt, **options)
 
 
@@ -68,7 +68,7 @@ def as_json(capsys, *words):
     ],
 )
 def test_the_text_is_that_of_the_plain_sampler(capsys, model, folder, flags, options):
-    assert main(["generate", str(folder), "--new-tokens", "12", *flags, PROMPT]) == 0
+    assert main(["generate", str(folder), "--max-new-tokens", "12", *flags, PROMPT]) == 0
     captured = capsys.readouterr()
     assert captured.out == PROMPT + spell(expected(model, **options)) + "\n"
     assert "tokens/s" in captured.err
@@ -76,7 +76,7 @@ def test_the_text_is_that_of_the_plain_sampler(capsys, model, folder, flags, opt
 
 
 def test_json_tells_all(capsys, model, folder):
-    told = as_json(capsys, folder, PROMPT, "--new-tokens", "12", "--logprobs", "2")
+    told = as_json(capsys, folder, PROMPT, "--max-new-tokens", "12", "--logprobs", "2")
     made = expected(model)
     assert told["tokens"] == made
     assert told["text"] == spell(made)
@@ -98,7 +98,7 @@ def test_json_tells_all(capsys, model, folder):
 
 
 def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
-    words = [folder, PROMPT, "--new-tokens", "20", "--loops", "6"]
+    words = [folder, PROMPT, "--max-new-tokens", "20", "--loops", "6"]
     early = as_json(capsys, *words, "--exit", "budget:2")
     assert early["loops"] == [6] + [2] * 19  # the first comes from the prompt, read in full
     assert early["mean_loops"] == pytest.approx(44 / 20)
@@ -106,7 +106,7 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
     assert 0 < drafted["accepted"] <= drafted["drafted"]
     shared = as_json(capsys, *words, "--cache", "shared")
     assert shared["cache_bytes_per_token"] == (2 + 2) * 2 * 48 * 4
-    small = as_json(capsys, *words, "--weights", "int8")
+    small = as_json(capsys, *words, "--weight-dtype", "int8")
     assert small["weight_bytes"] < shared["weight_bytes"]
     assert main(["generate", *map(str, words), "--exit", "budget:2"]) == 0
     said = capsys.readouterr().err
@@ -114,9 +114,11 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
 
 
 def test_a_stop_string_ends_the_text(capsys, model, folder):
-    whole = spell(expected(model, new_tokens=30))
+    whole = spell(expected(model, max_new_tokens=30))
     stop = whole[8:10]
-    told = as_json(capsys, folder, PROMPT, "--new-tokens", "30", "--stop", "never", "--stop", stop)
+    told = as_json(
+        capsys, folder, PROMPT, "--max-new-tokens", "30", "--stop", "never", "--stop", stop
+    )
     assert told["text"] == whole[: whole.index(stop)]
     assert told["finish"] == "stop"
 
@@ -137,11 +139,11 @@ def test_escapes_of_stop_strings(written, meant):
 
 
 def test_what_a_text_cost_reads_as_no_error(capsys, folder):
-    assert main(["generate", str(folder), PROMPT, "--new-tokens", "3"]) == 0
+    assert main(["generate", str(folder), PROMPT, "--max-new-tokens", "3"]) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.fullmatch(
-        r"weights \S+ [KM]iB \(--weights float32\); cache \S+ KiB per token, \S+ [KM]iB reserved "
-        r"\(--cache full\); layers in (C\+\+|PyTorch).*",
+        r"weights \S+ [KM]iB \(--weight-dtype float32\); cache \S+ KiB per token, \S+ [KM]iB "
+        r"reserved \(--cache full\); layers in (C\+\+|PyTorch).*",
         last,
     )
 
@@ -157,7 +159,7 @@ def test_rates_are_written_out():
 
 
 def test_prompts_from_files_and_pipes(capsys, monkeypatch, folder, tmp_path):
-    words = [folder, "--new-tokens", "6"]
+    words = [folder, "--max-new-tokens", "6"]
     plain = as_json(capsys, *words, PROMPT)
     (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
     assert as_json(capsys, *words, f"@{tmp_path / 'prompt.txt'}")["tokens"] == plain["tokens"]
@@ -240,15 +242,15 @@ def typed(monkeypatch, folder, *lines):
 
     monkeypatch.setattr("sys.stdin", Keyboard())
     monkeypatch.setattr("builtins.input", read)
-    assert main(["generate", str(folder), "--new-tokens", "6"]) == 0
+    assert main(["generate", str(folder), "--max-new-tokens", "6"]) == 0
 
 
 def test_a_conversation(capsys, monkeypatch, folder, model):
     typed(monkeypatch, folder, PROMPT, "/more", KeyboardInterrupt, "/loops 2", PROMPT)
     captured = capsys.readouterr()
-    made = expected(model, new_tokens=6)
-    more = expected(model, [*IDS, *made], new_tokens=6)
-    shallow = expected(model, new_tokens=6, loops=2)
+    made = expected(model, max_new_tokens=6)
+    more = expected(model, [*IDS, *made], max_new_tokens=6)
+    shallow = expected(model, max_new_tokens=6, loops=2)
     texts = [PROMPT + spell(made), spell(more), PROMPT + spell(shallow), ""]
     assert captured.out == "\n".join(texts)
     assert f"{len(IDS) + 5} prompt tokens from the cache" in captured.err
@@ -268,7 +270,7 @@ def test_settings_that_cannot_be_are_refused_and_left(capsys, monkeypatch, folde
     wrong = ["/loops 0", "/exit kl", "/top-k many", "/nothing 3", "/more"]
     typed(monkeypatch, folder, "/temperature 0", *wrong, "/exit", "/help", PROMPT)
     captured = capsys.readouterr()
-    made = expected(model, new_tokens=6, temperature=0)
+    made = expected(model, max_new_tokens=6, temperature=0)
     assert captured.out == PROMPT + spell(made) + "\n"
     for words in (
         "0 is out of range",
@@ -284,7 +286,7 @@ def test_settings_that_cannot_be_are_refused_and_left(capsys, monkeypatch, folde
 def test_settings_are_taken_back(capsys, monkeypatch, folder, model):
     typed(monkeypatch, folder, "/temperature 0", "/temperature none", "/stop x\\n", "/stop", PROMPT)
     captured = capsys.readouterr()
-    assert captured.out == PROMPT + spell(expected(model, new_tokens=6)) + "\n"
+    assert captured.out == PROMPT + spell(expected(model, max_new_tokens=6)) + "\n"
     assert r"'x\n'" in captured.err
 
 
@@ -303,7 +305,7 @@ def test_an_interrupt_stops_the_text_only(capsys, monkeypatch, folder, model):
     finally:
         signal.signal(signal.SIGINT, before)
     captured = capsys.readouterr()
-    made = expected(model, new_tokens=9)
+    made = expected(model, max_new_tokens=9)
     assert captured.out == f"{PROMPT}{spell(made[:3])}\n{spell(made[3:])}\n"
     assert "3 tokens" in captured.err
     assert "interrupted" in captured.err

@@ -49,7 +49,7 @@ def test_a_library_that_others_may_write_is_not_loaded(cache, writable):
     with pytest.warns(UserWarning, match="decoding runs through PyTorch.*others may write"):
         assert isinstance(kernels._load(), kernels.UnsafeCache)
     engine = Engine(create(tiny()))
-    assert len(engine.generate([5, 3], new_tokens=2, loops=2).tokens) == 2
+    assert len(engine.generate([5, 3], max_new_tokens=2, loops=2).tokens) == 2
 
 
 def test_a_library_of_another_user_is_not_loaded(cache, monkeypatch):

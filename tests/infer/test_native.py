@@ -93,8 +93,8 @@ def test_exits_equal_pytorch(kind, rows, policy, candidates):
 
 def check_against_pytorch(model, weights, spans, max_loops, rules, policy):
     results = [
-        run(open_network(model, weights, layers), spans, max_loops, rules, policy, 5)
-        for layers in ("native", "torch")
+        run(open_network(model, weights, backend), spans, max_loops, rules, policy, 5)
+        for backend in ("native", "torch")
     ]
     (native, native_cache), (plain, plain_cache) = results
     for ours, theirs in zip(native, plain, strict=True):
@@ -174,8 +174,8 @@ def test_predictions_of_no_use(weight, loops, candidates, monkeypatch):
     with torch.no_grad():
         model.coda.norm.weight.fill_(weight)
     rules = ["kl:0.01", "kl:0.1"]
-    for layers in ("native", "torch"):
-        assert exits(open_network(model, "float32", layers), rules, [0, 1]).loops == [loops] * 2
+    for backend in ("native", "torch"):
+        assert exits(open_network(model, "float32", backend), rules, [0, 1]).loops == [loops] * 2
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -245,21 +245,21 @@ def test_a_transformer_too():
     )
     model = randomised(config)
     texts = [
-        Engine(model, layers=layers).generate([3, 5, 8], new_tokens=6).tokens
-        for layers in ("native", "torch")
+        Engine(model, backend=backend).generate([3, 5, 8], max_new_tokens=6).tokens
+        for backend in ("native", "torch")
     ]
     assert texts[0] == texts[1]
 
 
 def test_who_wants_none_gets_none(monkeypatch):
     model = randomised(KINDS["parcae"])
-    assert isinstance(Engine(model, layers="torch").network, TorchNetwork)
-    assert Engine(model, layers="auto").network.name.startswith("C++")
-    assert isinstance(Engine(model, weights="bfloat16").network, TorchNetwork)
+    assert isinstance(Engine(model, backend="torch").network, TorchNetwork)
+    assert Engine(model, backend="auto").network.name.startswith("C++")
+    assert isinstance(Engine(model, weight_dtype="bfloat16").network, TorchNetwork)
     with pytest.raises(ConfigError, match="float32 or int8"):
-        Engine(model, layers="native", weights="bfloat16")
+        Engine(model, backend="native", weight_dtype="bfloat16")
     with pytest.raises(ConfigError, match="not an option"):
-        Engine(model, layers="fast")  # pyright: ignore[reportArgumentType]
+        Engine(model, backend="fast")  # pyright: ignore[reportArgumentType]
 
 
 CHILD = """
@@ -267,7 +267,7 @@ import parcae
 from parcae import Engine
 model = parcae.create("parcae-1m")
 print(Engine(model).network.name)
-Engine(model, layers="native")
+Engine(model, backend="native")
 """
 
 

@@ -55,15 +55,15 @@ def in_chunks(
     lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=4),
     loops=st.lists(st.integers(1, 6), min_size=4, max_size=4),
     policy=st.sampled_from(["full", "last:6", "first:6", "last:9", "first:7"]),
-    layers=st.sampled_from(["auto", "torch"]),
+    backend=st.sampled_from(["auto", "torch"]),
     seed=st.integers(0, 1 << 20),
 )
 @torch.no_grad()
-def test_exact_caches_give_the_logits_of_a_forward(kind, lengths, loops, policy, layers, seed):
+def test_exact_caches_give_the_logits_of_a_forward(kind, lengths, loops, policy, backend, seed):
     model, random = model_of(kind), Random(seed)
     loops = [1] * 4 if kind == "transformer" else loops
     texts = [[random.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
-    network = open_network(model, layers=layers)
+    network = open_network(model, backend=backend)
     found = in_chunks(network, policy, texts, loops[: len(texts)], random)
     for text, depth, logits in zip(texts, loops, found, strict=False):
         expected = true_logits(model, text, depth)
@@ -75,7 +75,7 @@ def test_an_engine_predicts_what_a_forward_predicts(kind):
     """Tokens, chances and their sum, from the prompt to the end of the context."""
     model, loops = model_of(kind), 1 if kind == "transformer" else 3
     prompt = [7, 1, 80, 33]
-    made = Engine(model).generate(prompt, new_tokens=99, loops=loops, logprobs=2)
+    made = Engine(model).generate(prompt, max_new_tokens=99, loops=loops, logprobs=2)
     assert made.finish == "context"
     assert len(made.tokens) == model.config.context_length - len(prompt) + 1
     logits = true_logits(model, [*prompt, *made.tokens[:-1]], loops)[len(prompt) - 1 :]
@@ -97,7 +97,7 @@ def test_sharing_slots_equals_a_dictionary_of_slots(kind, policy):
     model = model_of(kind)
     engine = Engine(model, cache=policy)
     oracle = Oracle(model, loops=5, policy=policy)
-    check_against_oracle(engine, [5, 17, 80, 2], oracle, new_tokens=5)
+    check_against_oracle(engine, [5, 17, 80, 2], oracle, max_new_tokens=5)
 
 
 def test_the_oracle_of_sharing_is_the_model_where_nothing_is_shared():
@@ -117,7 +117,7 @@ def test_sharing_is_not_exact():
 
 def test_a_model_in_bfloat16_is_read_in_float32():
     model = randomised(tiny()).bfloat16()
-    made = Engine(model).generate([1, 2, 3], new_tokens=3, loops=2, logprobs=1)
+    made = Engine(model).generate([1, 2, 3], max_new_tokens=3, loops=2, logprobs=1)
     upcast = randomised(tiny()).bfloat16().float()
     expected = true_logits(upcast, [1, 2, 3], 2)[-1].log_softmax(-1)
     assert made.logprobs is not None
@@ -126,7 +126,7 @@ def test_a_model_in_bfloat16_is_read_in_float32():
 
 def test_unknown_weights():
     with pytest.raises(ConfigError, match="weights: 'int4' is not an option"):
-        Engine(model_of("parcae"), weights="int4")  # type: ignore[arg-type]
+        Engine(model_of("parcae"), weight_dtype="int4")  # type: ignore[arg-type]
 
 
 class GatedInjection(Injection):
@@ -169,14 +169,16 @@ def test_other_injections_are_decoded_through_pytorch(other_injections, injectio
     assert isinstance(engine.network, TorchNetwork)
     for options in ({}, {"exit": "kl:0.02"}, {"exit": "state:0.3"}):
         oracle = Oracle(model, 4, **options)
-        check_against_oracle(engine, [5, 17, 80], oracle, new_tokens=6, **options)
-    plain = engine.generate([9, 4], new_tokens=8, loops=4)
-    assert engine.generate([9, 4], new_tokens=8, loops=4, draft_loops=1).tokens == plain.tokens
+        check_against_oracle(engine, [5, 17, 80], oracle, max_new_tokens=6, **options)
+    plain = engine.generate([9, 4], max_new_tokens=8, loops=4)
+    assert engine.generate([9, 4], max_new_tokens=8, loops=4, draft_loops=1).tokens == plain.tokens
     size = sum(parameter.nbytes for parameter in model.loop.core.injection.parameters())
     matrices = sum(one.stored.nbytes for one in engine.network.model.matrices)
     tables = sum(table.nbytes for table in engine.network.model.value_tables.values())
     assert engine.network.weight_bytes == matrices + tables + size  # the head is the embedding
-    small = Engine(randomised(tiny(injection=injection)).bfloat16(), weights="int8", layers="torch")
-    assert len(small.generate([9], loops=3, new_tokens=5).tokens) == 5
+    small = Engine(
+        randomised(tiny(injection=injection)).bfloat16(), weight_dtype="int8", backend="torch"
+    )
+    assert len(small.generate([9], loops=3, max_new_tokens=5).tokens) == 5
     with pytest.raises(ConfigError, match=f"C\\+\\+ does not have the injection '{injection}'"):
-        Engine(model, layers="native")
+        Engine(model, backend="native")

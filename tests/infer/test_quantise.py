@@ -69,9 +69,9 @@ SHAPES = {
 def test_predictions_are_near_those_of_large_weights(kind, shape):
     model = randomised(SHAPES[shape])
     prompt = [5, 17, 80, 41]
-    options = {"new_tokens": 1, "loops": 4, "logprobs": VOCABULARY}
+    options = {"max_new_tokens": 1, "loops": 4, "logprobs": VOCABULARY}
     exact = chances_of(Engine(model).generate(prompt, **options))
-    near = chances_of(Engine(model, weights=kind).generate(prompt, **options))
+    near = chances_of(Engine(model, weight_dtype=kind).generate(prompt, **options))
     spread = float(exact.std())
     assert 0 < (near - exact).abs().max() < 0.15 * spread
     assert (near - exact).square().mean().sqrt() < 0.05 * spread
@@ -82,10 +82,10 @@ def test_predictions_are_near_those_of_large_weights(kind, shape):
 def test_texts_do_not_know_their_company(kind):
     model = model_of("parcae")
     prompts = [[i, 2 * i + 1, 3][: 1 + i % 3] for i in range(9)]
-    options = {"new_tokens": 5, "loops": 3, "logprobs": VOCABULARY}
-    engine = Engine(model, weights=kind)
+    options = {"max_new_tokens": 5, "loops": 3, "logprobs": VOCABULARY}
+    engine = Engine(model, weight_dtype=kind)
     for prompt, made in zip(prompts, engine.generate_all(prompts, **options), strict=True):
-        alone = Engine(model, weights=kind).generate(prompt, **options)
+        alone = Engine(model, weight_dtype=kind).generate(prompt, **options)
         first = (chances_of(made)[0] - chances_of(alone)[0]).abs().max()
         assert first < 0.03, "after the same prompt"
         if made.tokens == alone.tokens:

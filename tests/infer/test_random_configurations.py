@@ -76,7 +76,7 @@ def compare(seed: int) -> str:
     policy = draw.choice(["full", "full", "last:2", "first:2", "shared"])
     rows = draw.choice([1, 1, 2, 5, 33])
     vocabulary = config.vocab_size
-    options: dict = {"loops": draw.randint(1, 4), "new_tokens": NEW_TOKENS}
+    options: dict = {"loops": draw.randint(1, 4), "max_new_tokens": NEW_TOKENS}
     if config.architecture == "transformer":
         del options["loops"]
     elif draw.random() < 0.5:
@@ -90,9 +90,13 @@ def compare(seed: int) -> str:
     logprobs = min(vocabulary, 20)
     native_texts, plain_texts = (
         Engine(
-            model, layers=layers, weights=weights, cache=policy, rows=draw.choice([rows, 40])
+            model,
+            backend=backend,
+            weight_dtype=weights,
+            cache=policy,
+            max_batch_size=draw.choice([rows, 40]),
         ).generate_all(prompts, logprobs=logprobs, **options)
-        for layers in ("native", "torch")
+        for backend in ("native", "torch")
     )
     outcome = "equal"
     for ours, theirs in zip(native_texts, plain_texts, strict=True):

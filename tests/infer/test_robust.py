@@ -19,19 +19,19 @@ PROMPTS = [[5, 17, 80], [1, 2, 3, 4], [9], [5, 17, 80, 7]]
 
 def texts(model, **options):
     return [
-        tuple(plain(model, p, new_tokens=6, loops=3, temperature=0, **options)) for p in PROMPTS
+        tuple(plain(model, p, max_new_tokens=6, loops=3, temperature=0, **options)) for p in PROMPTS
     ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", ["auto", "torch"])
-def test_autocast_around_an_engine_changes_nothing(layers):
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_autocast_around_an_engine_changes_nothing(backend):
     model = model_of("parcae")
     with torch.autocast("cpu", torch.bfloat16):
-        made = Engine(model, layers=layers).generate_all(PROMPTS, new_tokens=6, loops=3)
-        long = Engine(model, layers=layers).generate([3] * 31, new_tokens=1, loops=3)
+        made = Engine(model, backend=backend).generate_all(PROMPTS, max_new_tokens=6, loops=3)
+        long = Engine(model, backend=backend).generate([3] * 31, max_new_tokens=1, loops=3)
     assert [m.tokens for m in made] == texts(model)
-    assert list(long.tokens) == plain(model, [3] * 31, new_tokens=1, loops=3, temperature=0)
+    assert list(long.tokens) == plain(model, [3] * 31, max_new_tokens=1, loops=3, temperature=0)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_more_threads_than_at_first():
     try:
         for threads in (1, 3, 2):
             torch.set_num_threads(threads)
-            made = engine.generate_all(PROMPTS, new_tokens=6, loops=3)
+            made = engine.generate_all(PROMPTS, max_new_tokens=6, loops=3)
             assert [m.tokens for m in made] == texts(model)
     finally:
         torch.set_num_threads(before)
@@ -51,7 +51,7 @@ def test_a_default_type_is_not_for_the_layers():
     model = model_of("parcae")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        made = Engine(model).generate_all(PROMPTS, new_tokens=6, loops=3, exit="budget:3")
+        made = Engine(model).generate_all(PROMPTS, max_new_tokens=6, loops=3, exit="budget:3")
     finally:
         torch.set_default_dtype(torch.float32)
     assert [m.tokens for m in made] == texts(model)
@@ -59,11 +59,11 @@ def test_a_default_type_is_not_for_the_layers():
 
 def test_several_threads_use_one_engine():
     model = model_of("parcae")
-    engine = Engine(model, rows=3)
+    engine = Engine(model, max_batch_size=3)
     expected = texts(model)
 
     def ask(number: int) -> tuple[int, ...]:
-        return engine.generate(PROMPTS[number % 4], new_tokens=6, loops=3).tokens
+        return engine.generate(PROMPTS[number % 4], max_new_tokens=6, loops=3).tokens
 
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(ask, range(24)))
@@ -72,8 +72,8 @@ def test_several_threads_use_one_engine():
 
 def test_an_interrupt_while_prompts_are_read_damages_nobody():
     model = model_of("parcae")
-    engine, expected = Engine(model, layers="torch"), texts(model)
-    waiting = [engine.submit(engine.request(p, new_tokens=6, loops=3)) for p in PROMPTS[:2]]
+    engine, expected = Engine(model, backend="torch"), texts(model)
+    waiting = [engine.submit(engine.request(p, max_new_tokens=6, loops=3)) for p in PROMPTS[:2]]
     loop = engine.network.loop
 
     def interrupted(*rest):
@@ -86,7 +86,7 @@ def test_an_interrupt_while_prompts_are_read_damages_nobody():
     while not all(s.finish for s in waiting):
         engine.step()
     assert [s.completion().tokens for s in waiting] == expected[:2]
-    again = engine.generate_all(PROMPTS, new_tokens=6, loops=3)
+    again = engine.generate_all(PROMPTS, max_new_tokens=6, loops=3)
     assert [m.tokens for m in again] == expected
 
 
@@ -96,10 +96,10 @@ def test_one_that_breaks_does_not_break_the_others(draft):
     with torch.no_grad():
         model.embed.weight[7] = torch.nan
     engine = Engine(model)
-    options = {"new_tokens": 6, "loops": 3, "draft_loops": draft}
+    options = {"max_new_tokens": 6, "loops": 3, "draft_loops": draft}
     broken = engine.submit(engine.request([7], **options))
     made = engine.generate([1, 2], **options)
-    assert list(made.tokens) == plain(model, [1, 2], new_tokens=6, loops=3, temperature=0)
+    assert list(made.tokens) == plain(model, [1, 2], max_new_tokens=6, loops=3, temperature=0)
     assert broken.finish == "error"
     with pytest.raises(NonFiniteLogits):
         broken.completion()
@@ -110,16 +110,16 @@ def test_one_that_breaks_does_not_break_the_others(draft):
 def test_shared_slots_do_not_hoard_rows():
     engine = Engine(randomised(KINDS["parcae"]), cache="shared")
     for first in range(12):
-        engine.generate([first, 3], new_tokens=2, loops=3)
+        engine.generate([first, 3], max_new_tokens=2, loops=3)
     assert engine.cache.rows == 1
 
 
 def test_what_does_not_fit_at_once_waits(monkeypatch):
     model = model_of("parcae")
-    engine = Engine(model, rows=16)
+    engine = Engine(model, max_batch_size=16)
     row = engine.cache.bytes_per_token(3) * model.config.context_length
     monkeypatch.setattr("parcae.infer.cache.available_memory", lambda device: int(3.5 * row))
-    made = engine.generate_all(PROMPTS * 2, new_tokens=6, loops=3)
+    made = engine.generate_all(PROMPTS * 2, max_new_tokens=6, loops=3)
     assert engine.cache.rows <= 3
     assert [m.tokens for m in made] == texts(model) * 2
 
@@ -144,7 +144,7 @@ def test_requests_that_would_fail_later(wrong):
 def test_ids_of_any_whole_type():
     engine = Engine(model_of("parcae"))
     assert engine.request([1], stop_tokens=torch.tensor([3])).stop_tokens == {3}
-    with pytest.raises(ConfigError, match="rows"):
-        Engine(model_of("parcae"), rows=10**9)
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        Engine(model_of("parcae"), max_batch_size=10**9)
     with pytest.raises(ConfigError, match="prompt"):
         engine.request(None)  # type: ignore[arg-type]

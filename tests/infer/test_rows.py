@@ -8,13 +8,13 @@ from oracles import VOCABULARY, Oracle, follow_with_oracle, model_of, true_logit
 from oracles import GreedyEngine as Engine
 from parcae.infer.rows import common_prefix
 
-OPTIONS = {"loops": 3, "new_tokens": 4}
+OPTIONS = {"loops": 3, "max_new_tokens": 4}
 BEGIN = [(7 * i + 3) % VOCABULARY for i in range(20)]
 
 
 def counted(**settings) -> tuple[Engine, list[int]]:
     """An engine, and how many tokens each of its passes began."""
-    engine = Engine(model_of("parcae"), layers="torch", **settings)
+    engine = Engine(model_of("parcae"), backend="torch", **settings)
     passes, begin = [], engine.network.begin
 
     def count(batch, cache):
@@ -52,7 +52,7 @@ def test_a_text_goes_on_from_where_it_ended():
 
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_prefix_of_many_is_read_once(rows):
-    engine, passes = counted(rows=rows)
+    engine, passes = counted(max_batch_size=rows)
     prompts = [[*BEGIN, i, i + 1] for i in range(8)]
     made = engine.generate_all(prompts, **OPTIONS)
     read = sum(passes) - 8 * 3
@@ -64,28 +64,28 @@ def test_a_prefix_of_many_is_read_once(rows):
 
 
 def test_prompts_whose_prefix_is_known_are_read_together():
-    engine, passes = counted(rows=8)
-    engine.generate(BEGIN, loops=3, new_tokens=1)
+    engine, passes = counted(max_batch_size=8)
+    engine.generate(BEGIN, loops=3, max_new_tokens=1)
     passes.clear()
-    engine.generate_all([[*BEGIN, i] for i in range(5)], loops=3, new_tokens=1)
+    engine.generate_all([[*BEGIN, i] for i in range(5)], loops=3, max_new_tokens=1)
     assert passes == [5]
 
 
 def test_a_row_that_is_busy_may_be_copied_from():
-    engine, passes = counted(rows=3)
-    stream = engine.stream(BEGIN, loops=3, new_tokens=9)
+    engine, passes = counted(max_batch_size=3)
+    stream = engine.stream(BEGIN, loops=3, max_new_tokens=9)
     begun = [next(stream).token for _ in range(5)]
     passes.clear()
     branch = [*BEGIN, *begun[:2], 1]
     made = engine.generate(branch, **OPTIONS)
     assert made.reused == len(BEGIN) + 2
     begun += [piece.token for piece in stream]
-    assert tuple(begun) == fresh(BEGIN, loops=3, new_tokens=9).tokens
+    assert tuple(begun) == fresh(BEGIN, loops=3, max_new_tokens=9).tokens
     assert made.tokens == fresh(branch, **OPTIONS).tokens
 
 
 def test_a_row_that_was_taken_over_is_not_taken_for_what_it_held():
-    engine, _ = counted(rows=1)
+    engine, _ = counted(max_batch_size=1)
     engine.generate(BEGIN, **OPTIONS)
     other = [*BEGIN[:10], 1, 2]
     assert engine.generate(other, **OPTIONS).reused == 10
@@ -123,8 +123,8 @@ def test_a_cache_that_shares_slots_reuses_nothing():
     engine, _ = counted(cache="last:2")
     engine.generate(BEGIN, **OPTIONS)
     assert engine.generate(BEGIN, **OPTIONS).reused == 0
-    engine.generate(BEGIN, loops=2, new_tokens=1)
-    assert engine.generate(BEGIN, loops=2, new_tokens=1).reused == 19
+    engine.generate(BEGIN, loops=2, max_new_tokens=1)
+    assert engine.generate(BEGIN, loops=2, max_new_tokens=1).reused == 19
 
 
 def test_reuse_can_be_switched_off():
@@ -135,7 +135,7 @@ def test_reuse_can_be_switched_off():
 
 
 def test_idle_rows_are_given_up_longest_unused_first():
-    engine, _ = counted(rows=2)
+    engine, _ = counted(max_batch_size=2)
     a, b, c = ([i] * 10 for i in (1, 2, 3))
     for prompt in (a, b, a, c):  # c takes the row of b
         engine.generate(prompt, **OPTIONS)

@@ -12,7 +12,7 @@ from parcae.infer import cache as cache_module
 from reference import generate as plain
 
 LONG = [(5 * i + 2) % VOCABULARY for i in range(24)]
-OPTIONS = {"loops": 3, "new_tokens": 6}
+OPTIONS = {"loops": 3, "max_new_tokens": 6}
 
 
 def pass_sizes(engine: Engine) -> list[int]:
@@ -27,10 +27,10 @@ def pass_sizes(engine: Engine) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("layers", ["auto", "torch"])
-def test_a_prompt_read_in_chunks_gives_the_same_text(layers):
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_prompt_read_in_chunks_gives_the_same_text(backend):
     model = model_of("parcae")
-    engine = Engine(model, layers=layers, prefill_tokens=7)
+    engine = Engine(model, backend=backend, prefill_tokens=7)
     sizes = pass_sizes(engine)
     expected = plain(model, LONG, temperature=0, **OPTIONS)
     assert list(engine.generate(LONG, **OPTIONS).tokens) == expected
@@ -57,14 +57,14 @@ def test_texts_continue_while_a_long_prompt_is_read():
 
 
 def test_a_chunked_prompt_is_a_prefix_for_others():
-    engine = Engine(model_of("parcae"), prefill_tokens=7, rows=4)
+    engine = Engine(model_of("parcae"), prefill_tokens=7, max_batch_size=4)
     sizes = pass_sizes(engine)
     prompts = [[*LONG, i] for i in range(3)]
-    made = engine.generate_all(prompts, loops=3, new_tokens=1)
+    made = engine.generate_all(prompts, loops=3, max_new_tokens=1)
     assert sum(sizes) == len(LONG) + 3
     fresh = Engine(model_of("parcae"), reuse_prefixes=False)
     assert [m.tokens for m in made] == [
-        fresh.generate(p, loops=3, new_tokens=1).tokens for p in prompts
+        fresh.generate(p, loops=3, max_new_tokens=1).tokens for p in prompts
     ]
 
 
@@ -80,10 +80,10 @@ def test_a_request_waits_for_the_memory_that_others_use():
     """Its rows are larger than what is left, but it would fit alone."""
     model = model_of("parcae")
     per_row = Engine(model).cache.bytes_per_token(6) * 32
-    engine = Engine(model, max_cache_bytes=per_row, rows=4)
-    small = [engine.submit(engine.request([1, i], new_tokens=4, loops=2)) for i in (2, 3)]
-    large = engine.submit(engine.request([3, 4], new_tokens=4, loops=6))
-    later = engine.submit(engine.request([5, 6], new_tokens=2, loops=1))
+    engine = Engine(model, max_cache_bytes=per_row, max_batch_size=4)
+    small = [engine.submit(engine.request([1, i], max_new_tokens=4, loops=2)) for i in (2, 3)]
+    large = engine.submit(engine.request([3, 4], max_new_tokens=4, loops=6))
+    later = engine.submit(engine.request([5, 6], max_new_tokens=2, loops=1))
     engine.step()
     assert (engine.running, engine.waiting) == (2, 2)
     while later.finish is None:
@@ -94,7 +94,7 @@ def test_a_request_waits_for_the_memory_that_others_use():
         expected = plain(
             model,
             list(request.prompt),
-            new_tokens=request.new_tokens,
+            max_new_tokens=request.max_new_tokens,
             loops=request.plan.loops,
             temperature=0,
         )
@@ -107,8 +107,8 @@ def test_a_request_waits_for_the_memory_that_others_use():
 def test_a_request_whose_memory_is_gone_fails_alone(monkeypatch):
     model = model_of("parcae")
     engine = Engine(model, max_cache_bytes=Engine(model).cache.bytes_per_token(6) * 32)
-    small = [engine.submit(engine.request([1, i], new_tokens=2, loops=2)) for i in (2, 3)]
-    large = engine.submit(engine.request([3, 4], new_tokens=2, loops=6))
+    small = [engine.submit(engine.request([1, i], max_new_tokens=2, loops=2)) for i in (2, 3)]
+    large = engine.submit(engine.request([3, 4], max_new_tokens=2, loops=6))
     monkeypatch.setattr(cache_module, "available_memory", lambda device: 0)
     for _ in range(3):
         engine.step()

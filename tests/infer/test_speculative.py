@@ -19,7 +19,7 @@ PROMPTS = [[Random(i).randrange(VOCABULARY) for _ in range(1 + i % 7)] for i in 
 @pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-no-prelude"])
 def test_greedy_text_is_that_of_plain_decoding(kind, draft_loops, draft_tokens):
     model = model_of(kind)
-    options = {"loops": 4, "new_tokens": 9}
+    options = {"loops": 4, "max_new_tokens": 9}
     plain = Engine(model).generate_all(PROMPTS, **options)
     drafts = {"draft_loops": draft_loops, "draft_tokens": draft_tokens}
     quick = Engine(model).generate_all(PROMPTS, **options, **drafts)
@@ -38,7 +38,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind, draft_loops, draft_tokens):
 def test_sampled_text_is_that_of_plain_decoding_token_for_token(seed):
     """So its distribution is too. Penalties look at drafted tokens like at any other."""
     engine = Engine(model_of("parcae"))
-    options = {"loops": 4, "new_tokens": 12, "seed": seed, "logprobs": VOCABULARY}
+    options = {"loops": 4, "max_new_tokens": 12, "seed": seed, "logprobs": VOCABULARY}
     options |= {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3}
     for prompt in PROMPTS[:6]:
         plain = engine.generate(prompt, **options)
@@ -51,16 +51,16 @@ def test_sampled_text_is_that_of_plain_decoding_token_for_token(seed):
 def test_noise_of_its_own_for_each_token_makes_drafts_right():
     """A draft as deep as full depth less one loop agrees nearly always, also when sampling."""
     engine = Engine(model_of("parcae"))
-    options = {"loops": 9, "new_tokens": 20, "temperature": 1.0, "draft_loops": 8}
+    options = {"loops": 9, "max_new_tokens": 20, "temperature": 1.0, "draft_loops": 8}
     made = engine.generate_all(PROMPTS[:8], **options)
     assert sum(m.accepted for m in made) > 0.9 * sum(m.drafted for m in made)
 
 
-@pytest.mark.parametrize("layers", ["auto", "torch"])
-def test_full_depth_sees_every_token_once(layers, monkeypatch):
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_full_depth_sees_every_token_once(backend, monkeypatch):
     """A token that is drafted and accepted costs full depth as often as one that was not drafted,
     and a guess a shallow pass."""
-    engine = Engine(model_of("parcae"), layers=layers)
+    engine = Engine(model_of("parcae"), backend=backend)
     ran = {2: 0, 6: 0}
 
     for network in {engine.network, engine.network.drafter}:
@@ -74,17 +74,17 @@ def test_full_depth_sees_every_token_once(layers, monkeypatch):
             return forward(batch, cache, max_loops, *rest, **options)
 
         monkeypatch.setattr(network, "forward", counted)
-    made = engine.generate([3, 4], new_tokens=17, loops=6, draft_loops=2, draft_tokens=4)
+    made = engine.generate([3, 4], max_new_tokens=17, loops=6, draft_loops=2, draft_tokens=4)
     # The prompt gives the first token.
     assert ran == {6: 16 + made.drafted - made.accepted, 2: made.drafted}
 
 
 def test_drafts_in_8_bits_leave_nothing_behind():
     """What is in the cache after a draft was verified is what plain decoding leaves there."""
-    model, prompt, options = model_of("parcae"), [9, 4, 71], {"loops": 4, "new_tokens": 20}
+    model, prompt, options = model_of("parcae"), [9, 4, 71], {"loops": 4, "max_new_tokens": 20}
     kept = []
     for draft in ({}, {"draft_loops": 2, "draft_tokens": 3}):
-        engine = Engine(model, rows=1)
+        engine = Engine(model, max_batch_size=1)
         made = engine.generate(prompt, **options, **draft)
         text = len(prompt) + len(made.tokens) - 1
         kept.append([part[:, 0, :text] for part in (engine.cache.outer, engine.cache.core)])
@@ -96,21 +96,23 @@ def test_drafts_in_8_bits_leave_nothing_behind():
 def test_what_a_draft_takes_in_memory_is_told():
     engine = Engine(model_of("parcae"))
     before = engine.network.weight_bytes
-    engine.generate([1], loops=3, new_tokens=4)
+    engine.generate([1], loops=3, max_new_tokens=4)
     assert engine.network.weight_bytes == before
-    engine.generate([1], loops=3, new_tokens=4, draft_loops=1)
+    engine.generate([1], loops=3, max_new_tokens=4, draft_loops=1)
     drafter = engine.network.drafter
     matrices = sum(t.nbytes for one in drafter.model.matrices for t in one.tensors)
     assert engine.network.weight_bytes == before + matrices
-    small = Engine(model_of("parcae"), weights="int8").network
+    small = Engine(model_of("parcae"), weight_dtype="int8").network
     assert small.drafter is small
 
 
 def test_near_the_end_no_more_is_drafted_than_may_follow():
     model = model_of("parcae")
-    made = Engine(model).generate([3, 4], new_tokens=2, loops=4, draft_loops=3, draft_tokens=8)
+    made = Engine(model).generate([3, 4], max_new_tokens=2, loops=4, draft_loops=3, draft_tokens=8)
     assert made.drafted == 0
-    long = Engine(model).generate([3] * 30, new_tokens=50, loops=4, draft_loops=3, draft_tokens=8)
+    long = Engine(model).generate(
+        [3] * 30, max_new_tokens=50, loops=4, draft_loops=3, draft_tokens=8
+    )
     assert (long.finish, len(long.tokens)) == ("context", 3)
 
 
@@ -118,7 +120,7 @@ def test_beside_requests_that_do_not_speculate():
     model = model_of("parcae")
     engine = Engine(model)
     plans = [{}, {"draft_loops": 2}, {"draft_loops": 1, "draft_tokens": 2}, {"exit": "kl:0.1"}]
-    sampled = {"loops": 4, "new_tokens": 8, "temperature": 1.0}
+    sampled = {"loops": 4, "max_new_tokens": 8, "temperature": 1.0}
     requests = [engine.request([9, i], **plan, **sampled) for i, plan in enumerate(plans)]
     together = engine.complete(requests)
     for i, (plan, made) in enumerate(zip(plans, together, strict=True)):
@@ -148,4 +150,4 @@ def test_a_cache_that_shares_slots_cannot_draft():
     engine = Engine(model_of("parcae"), cache="last:3")
     with pytest.raises(ConfigError, match="cannot hold a draft too"):
         engine.generate([1], loops=4, draft_loops=1)
-    assert len(engine.generate([1], loops=3, draft_loops=1, new_tokens=4).tokens) == 4
+    assert len(engine.generate([1], loops=3, draft_loops=1, max_new_tokens=4).tokens) == 4

@@ -25,7 +25,7 @@ from parcae.infer.sampling import (
     row_probabilities,
     sample_rows,
 )
-from parcae.infer.static import Rows, StaticDecoder, decode_step
+from parcae.infer.static import DeviceRows, StaticDecoder, decode_step
 from parcae.model import build
 from reference import generate as plain
 
@@ -37,8 +37,8 @@ PROMPTS = [[i + 1, 2 * i + 1, 7][: 1 + i % 3] for i in range(8)]
 def test_greedy_text_is_that_of_the_model(kind):
     """Rows with different numbers of loops and lengths, of which some end while others continue."""
     model = model_of(kind)
-    engine = Engine(model, layers="static", rows=5)
-    options = [{"loops": 1 + i % 4, "new_tokens": 2 + 3 * i} for i in range(len(PROMPTS))]
+    engine = Engine(model, backend="static", max_batch_size=5)
+    options = [{"loops": 1 + i % 4, "max_new_tokens": 2 + 3 * i} for i in range(len(PROMPTS))]
     requests = [engine.request(p, **o) for p, o in zip(PROMPTS, options, strict=True)]
     for made, prompt, option in zip(engine.complete(requests), PROMPTS, options, strict=True):
         expected = plain(model, prompt, temperature=0, **option)
@@ -49,16 +49,16 @@ def test_greedy_text_is_that_of_the_model(kind):
 @pytest.mark.parametrize("policy", ["last:2", "first:2", "shared"])
 def test_rows_that_loop_less_keep_their_slots(policy):
     model = model_of("parcae")
-    options = [{"loops": loops, "new_tokens": 9} for loops in (5, 2, 3)]
+    options = [{"loops": loops, "max_new_tokens": 9} for loops in (5, 2, 3)]
     texts = []
-    for layers in ("torch", "static"):
-        engine = Engine(model, layers=layers, cache=policy)
+    for backend in ("torch", "static"):
+        engine = Engine(model, backend=backend, cache=policy)
         requests = [engine.request([i, 9], **o) for i, o in enumerate(options)]
         texts.append([made.tokens for made in engine.complete(requests)])
     assert texts[0] == texts[1]
 
 
-SAMPLED = {"loops": 3, "new_tokens": 12, "temperature": 0.9, "seed": 4}
+SAMPLED = {"loops": 3, "max_new_tokens": 12, "temperature": 0.9, "seed": 4}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ SAMPLED = {"loops": 3, "new_tokens": 12, "temperature": 0.9, "seed": 4}
 )
 def test_a_seed_is_a_text_by_every_path(filters):
     """Static steps in company, passes with the host's sampler, and drafts."""
-    engine = Engine(model_of("parcae"), layers="static", rows=3)
+    engine = Engine(model_of("parcae"), backend="static", max_batch_size=3)
     options = {**SAMPLED, **filters}
     alone = [engine.generate(p, **options).tokens for p in PROMPTS[:3]]
     assert [m.tokens for m in engine.generate_all(PROMPTS[:3], **options)] == alone
@@ -79,24 +79,24 @@ def test_a_seed_is_a_text_by_every_path(filters):
 def test_rows_without_a_step_are_left_alone():
     """Their contents are reused later: neither free rows nor rows of other requests are written."""
     model = model_of("parcae")
-    engine = Engine(model, layers="static", rows=4)
-    first = engine.generate([5, 6, 7, 8], loops=3, new_tokens=4)
-    other = engine.submit(engine.request([9, 9], loops=3, new_tokens=9, exit="budget:2"))
-    engine.generate([1, 2], loops=4, new_tokens=12)
-    again = engine.generate([5, 6, 7, 8, *first.tokens[:3], 1], loops=3, new_tokens=4)
+    engine = Engine(model, backend="static", max_batch_size=4)
+    first = engine.generate([5, 6, 7, 8], loops=3, max_new_tokens=4)
+    other = engine.submit(engine.request([9, 9], loops=3, max_new_tokens=9, exit="budget:2"))
+    engine.generate([1, 2], loops=4, max_new_tokens=12)
+    again = engine.generate([5, 6, 7, 8, *first.tokens[:3], 1], loops=3, max_new_tokens=4)
     assert again.reused == 7
     expected = plain(
-        model, [5, 6, 7, 8, *first.tokens[:3], 1], loops=3, new_tokens=4, temperature=0
+        model, [5, 6, 7, 8, *first.tokens[:3], 1], loops=3, max_new_tokens=4, temperature=0
     )
     assert list(again.tokens) == expected
     while other.finish is None:
         engine.step()
-    alone = Engine(model).generate([9, 9], loops=3, new_tokens=9, exit="budget:2")
+    alone = Engine(model).generate([9, 9], loops=3, max_new_tokens=9, exit="budget:2")
     assert other.completion().tokens == alone.tokens
 
 
 def test_the_host_looks_at_tokens_every_eight_steps():
-    engine = Engine(model_of("parcae"), layers="static")
+    engine = Engine(model_of("parcae"), backend="static")
     assert engine.static is not None
     steps, run = [], engine.static.run
 
@@ -105,14 +105,14 @@ def test_the_host_looks_at_tokens_every_eight_steps():
         return run(by_row, count)
 
     engine.static.run = recorded  # type: ignore[method-assign]
-    made = engine.generate([3, 4], loops=2, new_tokens=20)
+    made = engine.generate([3, 4], loops=2, max_new_tokens=20)
     assert steps == [8, 8, 3]  # the first token comes from the prompt
     steps.clear()
     stop = made.tokens[12]
-    cut = engine.generate([3, 4], loops=2, new_tokens=20, stop_tokens=[stop])
+    cut = engine.generate([3, 4], loops=2, max_new_tokens=20, stop_tokens=[stop])
     assert cut.tokens == made.tokens[: made.tokens.index(stop)]
     assert cut.finish == "stop"
-    long = engine.generate([5] * 30, loops=2, new_tokens=9)
+    long = engine.generate([5] * 30, loops=2, max_new_tokens=9)
     assert (long.finish, len(long.tokens)) == ("context", 3)
 
 
@@ -120,11 +120,11 @@ def test_broken_weights_end_only_the_text_they_break():
     model = randomised(tiny(tied_embeddings=False))
     with torch.no_grad():
         model.embed.weight[7] = torch.nan
-    engine = Engine(model, layers="static")
-    fine = plain(model, [1, 2], loops=2, new_tokens=12, temperature=0)
+    engine = Engine(model, backend="static")
+    fine = plain(model, [1, 2], loops=2, max_new_tokens=12, temperature=0)
     assert 7 not in fine[:-1]
-    broken = engine.submit(engine.request([1], loops=2, new_tokens=12))
-    other = engine.submit(engine.request([1, 2], loops=2, new_tokens=12))
+    broken = engine.submit(engine.request([1], loops=2, max_new_tokens=12))
+    other = engine.submit(engine.request([1, 2], loops=2, max_new_tokens=12))
     engine.step()
     broken.tokens[-1] = 7
     while other.finish is None:
@@ -132,9 +132,9 @@ def test_broken_weights_end_only_the_text_they_break():
     assert list(other.completion().tokens) == fine
     with pytest.raises(NonFiniteLogits):
         broken.completion()
-    again = engine.generate_all([[1, 2], [2, 1]], loops=2, new_tokens=12)  # in the same rows
+    again = engine.generate_all([[1, 2], [2, 1]], loops=2, max_new_tokens=12)  # in the same rows
     assert list(again[0].tokens) == fine
-    assert list(again[1].tokens) == plain(model, [2, 1], loops=2, new_tokens=12, temperature=0)
+    assert list(again[1].tokens) == plain(model, [2, 1], loops=2, max_new_tokens=12, temperature=0)
 
 
 def step_of(model: FoldedModel, device: str, sampling: Sampling):
@@ -142,7 +142,7 @@ def step_of(model: FoldedModel, device: str, sampling: Sampling):
     cache = model.cache()
     cache.reserve(4, 32, 3)
     columns = ([5, 6, 7, 0], [3, 9, 0, 0], [9, 20, 9, 0], [3, 2, 3, 0])
-    rows = Rows(*(torch.tensor(column, device=device) for column in columns))
+    rows = DeviceRows(*(torch.tensor(column, device=device) for column in columns))
     settings = RowSampling.of(
         [(sampling, 1), (Sampling(), 2), None, None], VOCABULARY, rows[0].device
     )
@@ -177,18 +177,18 @@ def test_a_step_on_another_device_leaves_nothing_on_the_cpu(kind):
 @pytest.mark.slow
 def test_a_step_compiles_as_one_graph():
     model = model_of("parcae")
-    engine = Engine(model, layers="static", rows=2, compile=True)
+    engine = Engine(model, backend="static", max_batch_size=2, compile=True)
     assert isinstance(engine.network, TorchNetwork)
     engine.static = StaticDecoder(engine.network, engine.cache, compile=True, backend="eager")
     for options in ({"loops": 2}, {"loops": 1, "temperature": 0.9, "top_p": 0.9}):
-        expected = Engine(model, layers="static").generate([1, 2], new_tokens=6, **options)
-        assert engine.generate([1, 2], new_tokens=6, **options).tokens == expected.tokens
+        expected = Engine(model, backend="static").generate([1, 2], max_new_tokens=6, **options)
+        assert engine.generate([1, 2], max_new_tokens=6, **options).tokens == expected.tokens
     assert (engine.cache.rows, engine.cache.capacity) == (2, 32)  # it never moves
 
 
 def test_only_static_layers_are_compiled():
-    with pytest.raises(ConfigError, match="compile: not of 'torch' layers"):
-        Engine(model_of("parcae"), layers="torch", compile=True)
+    with pytest.raises(ConfigError, match="compile: not with backend 'torch'"):
+        Engine(model_of("parcae"), backend="torch", compile=True)
 
 
 def test_the_model_s_own_type():
@@ -198,12 +198,12 @@ def test_the_model_s_own_type():
     cache = folded.cache()
     assert cache.dtype == torch.bfloat16
     assert cache.bytes_per_token(3) == folded.layout.bytes_per_token(cache.policy, 3, 2)
-    engine = Engine(model, layers="static")
+    engine = Engine(model, backend="static")
     engine.network = TorchNetwork(folded)
     engine.cache = cache
     engine.rows.cache = cache
     engine.static = StaticDecoder(engine.network, cache)
-    made = engine.generate([1, 2, 3], loops=2, new_tokens=6)
+    made = engine.generate([1, 2, 3], loops=2, max_new_tokens=6)
     logits = true_logits(randomised(tiny()).bfloat16().float(), [1, 2, 3, *made.tokens[:-1]], 2)[2:]
     chosen = logits.gather(1, torch.tensor(made.tokens)[:, None])[:, 0]
     assert (logits.amax(1) - chosen).max() < 0.1 * logits.std()

@@ -111,7 +111,7 @@ def engine() -> Engine:
     return Engine(text_model(), tokenizer())
 
 
-OPTIONS = {"new_tokens": 40, "loops": 2, "temperature": 2.0, "seed": 4, "stop_tokens": ()}
+OPTIONS = {"max_new_tokens": 40, "loops": 2, "temperature": 2.0, "seed": 4, "stop_tokens": ()}
 
 
 def test_a_stream_is_the_text(engine):

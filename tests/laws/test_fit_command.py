@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
                 str(folder / "runs.csv"),
                 "--out",
                 str(folder / "fit"),
-                "--draws",
+                "--bootstrap-samples",
                 "40",
                 "--starts",
                 "80",
@@ -101,7 +101,7 @@ def test_the_summary_holds_the_truth(folder):
 
 
 def test_answers_as_tables_and_as_json(folder, capsys):
-    fit = ["predict", "--fit", str(folder / "fit" / "fit.json")]
+    fit = ["predict", str(folder / "fit" / "fit.json")]
     everything = ["--flops", "6.4e19", "--loss", "2.7", "--loops", "8", "--tokens", "2.96e10"]
     everything += ["--test-loops", "4", "--tolerance", "0.001"]
     assert main([*fit, *everything]) == 0
@@ -126,13 +126,13 @@ def test_answers_as_tables_and_as_json(folder, capsys):
         ([], "no question given"),
         (["--tolerance", "0.1"], "no question given"),
         (["--flops", "1e19", "--test-loops", "4"], "Give loops and tokens"),
-        (["--flops", "-1"], "must be > 0"),
+        (["--flops", "-1"], "must be above 0"),
         (["--loss", "1"], "never reaches 1"),
         (["--flops", "1e19", "--model", "x"], "no 'x' in the fit"),
     ],
 )
 def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, message):
-    assert main(["predict", "--fit", str(folder / "fit" / "fit.json"), *words]) == 2
+    assert main(["predict", str(folder / "fit" / "fit.json"), *words]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
@@ -141,9 +141,9 @@ def test_questions_without_an_answer_end_in_one_line(folder, capsys, words, mess
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--draws", "3"], "too few for intervals"),
-        (["--starts", "0"], "starts: must be >= 1"),
-        (["--seed", "-1"], "seed: must be >= 0, but is -1"),
+        (["--bootstrap-samples", "3"], "too few for intervals"),
+        (["--starts", "0"], "starts: 0 is out of range"),
+        (["--seed", "-1"], "seed: -1 is out of range"),
     ],
 )
 def test_settings_that_cannot_work(folder, capsys, words, message):

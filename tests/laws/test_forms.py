@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import approx_fprime
 
 from parcae.laws import forms as laws
-from parcae.laws.model_runs import points
+from parcae.laws.model_runs import make_points
 from parcae.laws.optimise import Objective, huber
 
 BY_HAND = {
@@ -44,7 +44,7 @@ LAWS = list(laws.LAWS.values())
 def some_points():
     rng = np.random.default_rng(0)
     loops = rng.integers(1, 13, 17)
-    return points(
+    return make_points(
         loss=rng.uniform(2.7, 3.4, 17),
         effective_params=1.4e8 + 1.4e7 * loops,
         tokens=10 ** rng.uniform(8.5, 11, 17),

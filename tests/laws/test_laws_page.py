@@ -39,14 +39,14 @@ def test_curves_between_the_nodes_are_the_laws_to_a_ten_thousandth(model, data):
     for flops in data["flops"][::7]:
         for index in (0, 9, 25, 40):
             loops = data["loops"][index]
-            tokens = flops / float(model.shape.smooth_flops_per_token(loops))
-            size = float(model.shape.effective_params(loops))
+            tokens = flops / float(model.cost.smooth_flops_per_token(loops))
+            size = float(model.cost.effective_params(loops))
             expected = training["E"] + training["X"] * size ** -training["x"]
             expected += training["Y"] * tokens ** -training["y"]
             nodes = [node[0][index] for node in data["byLoops"]]
             errors.append(abs(interpolated(data, flops, nodes) - expected))
         depth = data["depths"].index(8)
-        tokens = flops / float(model.shape.flops_per_token(8))
+        tokens = flops / float(model.cost.flops_per_token(8))
         for index in (0, 3, 9):
             expected = loss_at(model, 8, tokens, data["testLoops"][depth][index]).estimate.value
             nodes = [node[depth][0][index] for node in data["byTestLoops"]]

@@ -9,7 +9,7 @@ from scipy.optimize import rosen, rosen_der
 
 from parcae.laws.forms import TRAINING
 from parcae.laws.lbfgs import Schedule, minimise
-from parcae.laws.model_runs import points
+from parcae.laws.model_runs import make_points
 from parcae.laws.optimise import Search, fit_law
 
 
@@ -127,7 +127,7 @@ def test_halving_follows_its_survivors_through_a_narrow_valley():
     tokens = tokens * 3e5 / sizes
     loss = 1.0 + 1.6 * sizes**-0.045 + 724 * tokens**-0.479
     loss = loss * np.exp(np.random.default_rng(0).normal(0, 2e-3, loss.shape))
-    at = points(loss=loss.ravel(), effective_params=sizes.ravel(), tokens=tokens.ravel())
+    at = make_points(loss=loss.ravel(), effective_params=sizes.ravel(), tokens=tokens.ravel())
     halved = fit_law(TRAINING, at, Search(starts=100))
     followed = fit_law(TRAINING, at, Search(starts=40, halving=False))
     assert halved.objective <= followed.objective * (1 + 1e-6)

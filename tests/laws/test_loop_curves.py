@@ -9,14 +9,16 @@ from scipy.optimize import least_squares
 from parcae.laws import loop_curves as module
 from parcae.laws.forms import EXPONENTIAL, PURE_POWER, TEST_TIME
 from parcae.laws.loop_curves import compare_forms, fit_curves, recovery
-from parcae.laws.model_runs import points
+from parcae.laws.model_runs import make_points
 
 
 def curve(loops=8, floor=2.95, amplitude=0.85, rate=7.5, noise=1e-4, upto=24, seed=0):
     depth = np.arange(1, upto + 1)
     loss = floor + amplitude * np.exp(-rate * depth / loops)
     loss *= np.exp(noise * np.random.default_rng(seed).standard_normal(upto))
-    return points(loss=loss, mean_loops=loops, tokens=1e10, test_loops=depth, run=np.zeros(upto))
+    return make_points(
+        loss=loss, mean_loops=loops, tokens=1e10, test_loops=depth, run=np.zeros(upto)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 
 from parcae.experiments.paper_runs import cost, paper_table
 from parcae.laws.fit import fit
-from parcae.laws.model_runs import assign_sets, group_budgets, runs_of_model, shape_from
+from parcae.laws.model_runs import assign_sets, cost_model_from, group_budgets, runs_of_model
 from parcae.laws.table import SETS, FitError, Table, TableError, table_from_rows
 
 
@@ -74,7 +74,7 @@ def test_budgets_are_grouped_where_steps_are_whole():
 
 
 def test_n_and_flops_are_lines_through_the_table():
-    shape = runs_of_model(paper_table(), "parcae-140m").shape
+    shape = runs_of_model(paper_table(), "parcae-140m").cost
     for loops in (1, 2, 3, 7, 12, 20):
         params, _ = cost("parcae-140m", loops)
         assert float(shape.effective_params(loops)) == pytest.approx(params, rel=1e-9)
@@ -90,7 +90,7 @@ def test_n_and_flops_are_lines_through_the_table():
 def test_odd_depths_do_not_bend_the_cost_of_even_ones(depths):
     """A line through 2, 3, 4, 6, 8 gave 5 % too much at 2."""
     counted = np.array([cost("parcae-140m", loops) for loops in depths])
-    shape = shape_from(np.array(depths, dtype=float), *counted.T)
+    shape = cost_model_from(np.array(depths, dtype=float), *counted.T)
     assert shape.half_with_gradient
     for loops in range(1, 13):
         per_token = cost("parcae-140m", loops)[1]
@@ -100,7 +100,7 @@ def test_odd_depths_do_not_bend_the_cost_of_even_ones(depths):
 def test_runs_with_other_gradient_loops_are_interpolated():
     """With full backpropagation FLOPs are a line; any cost is exact at the depths of the table."""
     depths = np.array([2.0, 3, 4, 8])
-    shape = shape_from(depths, depths, 5 + 3 * depths)
+    shape = cost_model_from(depths, depths, 5 + 3 * depths)
     assert not shape.half_with_gradient
     np.testing.assert_allclose(
         shape.flops_per_token(np.array([1, 2, 5, 8, 20])), [8, 11, 20, 29, 65]

@@ -251,7 +251,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     looks[1] |= {"state_norms": [1, 1e9, None, float("inf")], "spectral_radius": None}
     looks[1] |= {"readout_norm": None, "residuals": None, "prelude_norms": "broken"}
     check = {"kind": "validation", "step": 60, "losses": {"1": None, "8": float("nan")}}
-    outcome = fakes.result(90, status="diverged", validation=None, train_loss=None, samples=None)
+    outcome = fakes.result(90, status="diverged", validation={}, train_loss=None, samples=[])
     outcome["diagnosis"] = "the norm grew at core 1 <& there>"
     folder = fakes.write_run(tmp_path / "$_{x}$", [*looks, check, *lines], outcome=outcome)
     content, reader = report(folder)

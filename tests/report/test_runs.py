@@ -21,7 +21,7 @@ def test_lines_by_kind_and_the_final_validation_last(tmp_path):
     assert len(run.telemetry) == 10
     assert [event["what"] for event in run.events] == ["skipped", "spike"]
     assert [v.step for v in run.validations] == [12, 24, 36, 48, 60]
-    assert run.validations[-1].depths[8].loss == run.result["validation"]["8"]["loss"]
+    assert run.validations[-1].depths[8].loss == run.result.losses[8]
     assert run.nominal_depth == 8
     assert run.status == "finished"
 

@@ -75,7 +75,7 @@ def test_settled_is_when_the_prediction_no_longer_changes():
 def test_what_cannot_be_traced_is_refused(model):
     with pytest.raises(ConfigError, match="the first one is not predicted"):
         trace_loops(model, [5])
-    with pytest.raises(ConfigError, match="must be >= 1"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         trace_loops(model, TOKENS, loops=0)
     plain = tiny(
         architecture="transformer",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fake_runs
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.data.tokenizer import Tokenizer
@@ -114,7 +115,7 @@ def test_the_tokenizer_is_the_one_beside_the_weights_or_of_the_run(run):
         open_checkpoint(run)
     write_state(newest, 1000, {})
     assert open_checkpoint(run).tokenizer.sha256 == other.sha256
-    assert open_checkpoint(run, run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
+    assert open_checkpoint(run, tokenizer=run / TOKENIZER_FILE).tokenizer.sha256 == TOKENIZER.sha256
 
 
 def test_the_run_of_a_path(run, tmp_path, monkeypatch):
@@ -184,7 +185,7 @@ def test_weights_that_were_added_are_refused(run):
 
 
 def test_a_result_of_an_earlier_step_is_none(tmp_path):
-    write_json(tmp_path / RESULT_FILE, {"status": "finished", "steps": 7})
+    write_json(tmp_path / RESULT_FILE, fake_runs.result(7))
     (tmp_path / METRICS_FILE).write_text('{"kind": "train", "step": 7}\n')
     assert read_result(tmp_path) is not None
     assert read_status(tmp_path) == "finished"

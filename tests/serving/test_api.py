@@ -41,7 +41,7 @@ def test_a_completion_is_the_engines(http, plain_engine, options):
     names = {"num_loops": "loops", "draft": "draft_loops"}
     same = {names.get(key, key): value for key, value in options.items()}
     expected = plain_engine.generate(
-        "def ", new_tokens=12, seed=3, temperature=1.0, stop_tokens=STOPS, **same
+        "def ", max_new_tokens=12, seed=3, temperature=1.0, stop_tokens=STOPS, **same
     )
     tree = http.post("/v1/completions", json={**body, "return_depths": True}).json()
     choice = tree["choices"][0]
@@ -68,7 +68,7 @@ def test_prompts_and_n_are_choices_in_order_with_successive_seeds(http, plain_en
     body = {"prompt": ["def ", "import "], "n": 2, "seed": 5, "max_tokens": 6}
     tree = http.post("/v1/completions", json=body).json()
     expected = [
-        plain_engine.generate(p, new_tokens=6, seed=s, temperature=1.0, stop_tokens=STOPS).text
+        plain_engine.generate(p, max_new_tokens=6, seed=s, temperature=1.0, stop_tokens=STOPS).text
         for p in ("def ", "import ")
         for s in (5, 6)
     ]
@@ -97,7 +97,7 @@ def test_ids_echo_stop_and_a_random_seed(http, plain_engine):
 def test_logprobs_in_both_formats(http, plain_engine):
     body = {"prompt": "höhe", "max_tokens": 8, "seed": 2}
     expected = plain_engine.generate(
-        "höhe", new_tokens=8, seed=2, temperature=1.0, logprobs=3, stop_tokens=STOPS
+        "höhe", max_new_tokens=8, seed=2, temperature=1.0, logprobs=3, stop_tokens=STOPS
     )
     assert expected.logprobs is not None
     choice = choice_of(http, {**body, "logprobs": 3})
@@ -128,7 +128,7 @@ def test_a_chat_without_a_template_is_lines_of_names(http, plain_engine):
     choice = choice_of(http, body, "/v1/chat/completions")
     expected = plain_engine.generate(
         "System: x\nUser: hi\nAssistant:",
-        new_tokens=6,
+        max_new_tokens=6,
         seed=1,
         temperature=1.0,
         stop=("\nUser:", "\nSystem:"),
@@ -281,7 +281,7 @@ def _metrics(http) -> dict[str, float]:
 @pytest.fixture
 def slow_server():
     """A server with one row whose steps wait for `gate`, and a client of it."""
-    app = make_app(rows=1, max_waiting=2, max_choices=1)
+    app = make_app(max_batch_size=1, max_waiting=2, max_choices=1)
     model = app.state.models["tiny"]
     gate, step = threading.Semaphore(0), model.engine.step
     model.engine.step = lambda: (gate.acquire(), step())[1]

@@ -21,7 +21,7 @@ def client(server_url):
 
 def expected(plain_engine, **options) -> str:
     return plain_engine.generate(
-        "import ", new_tokens=10, temperature=1.0, stop_tokens=STOPS, **options
+        "import ", max_new_tokens=10, temperature=1.0, stop_tokens=STOPS, **options
     ).text
 
 

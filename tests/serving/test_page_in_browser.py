@@ -164,7 +164,7 @@ def test_types_moves_sliders_and_shows_the_loops_of_each_token(open_page, comple
     page.press("Enter", ctrl=True)
     page.wait(DONE)
     [side] = page.evaluate(SIDES)
-    expected = complete(prompt, loops=8, exit="state:0.05", new_tokens=40, temperature=1.0)
+    expected = complete(prompt, loops=8, exit="state:0.05", max_new_tokens=40, temperature=1.0)
     assert side["text"] == expected.text
     assert side["loops"] == list(expected.loops)
     assert page.text(".given") == prompt
@@ -193,7 +193,7 @@ def test_two_depths_are_written_at_the_same_time(open_page, complete, server):
         deep, shallow = generate(page)
     order = page.evaluate("order.join('')")
     assert "0" in order.rstrip("0")[order.index("1") :], f"one after the other: {order}"
-    texts = [complete("import ", loops=loops, new_tokens=30) for loops in (4, 1)]
+    texts = [complete("import ", loops=loops, max_new_tokens=30) for loops in (4, 1)]
     assert [deep["text"], shallow["text"]] == [text.text for text in texts]
     assert set(deep["loops"]) == {4}
     assert set(shallow["loops"]) == {1}
@@ -212,7 +212,7 @@ def test_a_token_shows_what_each_loop_predicted(open_page, complete, checkpoint)
     move(page, ".exit", 5)
     assert page.text(".exit-value") == "< 0.02"
     generate(page)
-    text = complete("import ", exit="kl:0.02", new_tokens=24)
+    text = complete("import ", exit="kl:0.02", max_new_tokens=24)
     page.point(".token:nth-child(6)")
     page.wait("document.querySelector('#predictions td')")
     assert page.text("#facts").startswith(f"Number 6 · id {text.tokens[5]} · ")
@@ -268,7 +268,7 @@ def test_markup_written_by_the_model_is_text(open_page, complete):
     write(page, "#prompt", MARKUP[0])
     write(page, "#seed", SEED)
     [side] = generate(page)
-    text = complete(MARKUP[0], new_tokens=96).text
+    text = complete(MARKUP[0], max_new_tokens=96).text
     assert side["text"] == text
     assert text.count("<img/") > 2
     assert text.count("<script>") > 2
@@ -311,7 +311,7 @@ def test_continues_when_the_server_is_back(open_page, checkpoint, complete):
         page.wait("$('status').dataset.state === 'lost'")
         assert page.text("#status").startswith("No connection to the server. What is written is")
         kept = page.evaluate(SIDES)[0]["text"]
-        expected = complete("import ", new_tokens=100)
+        expected = complete("import ", max_new_tokens=100)
         assert len(kept) < len(expected.text)
         assert expected.text.startswith(kept)
         server.start()

@@ -28,8 +28,10 @@ class Served:
     """A scheduler whose steps wait for `run`, and what its jobs have emitted."""
 
     def __init__(self, gated: bool = False, **settings) -> None:
-        limits = ServerSettings(**{"rows": 4, "max_choices": 1, **settings})
-        self.engine = Engine(text_model(), tokenizer(), rows=limits.rows, prefill_tokens=8)
+        limits = ServerSettings(**{"max_batch_size": 4, "max_choices": 1, **settings})
+        self.engine = Engine(
+            text_model(), tokenizer(), max_batch_size=limits.max_batch_size, prefill_tokens=8
+        )
         self.events: dict[Job, queue.Queue] = {}
         self.ended: list[Job] = []
         self._gate = threading.Semaphore(0)
@@ -42,7 +44,7 @@ class Served:
         self._gate.release(steps)
 
     def job(self, prompt: str = "def ", client: str = "", seconds=60.0, **options) -> Job:
-        request = self.engine.request(prompt, **{"new_tokens": 5, "loops": 2, **options})
+        request = self.engine.request(prompt, **{"max_new_tokens": 5, "loops": 2, **options})
         events: queue.Queue = queue.Queue()
 
         def emit(event) -> None:
@@ -100,18 +102,20 @@ def wait_until(condition) -> None:
 
 def test_texts_are_those_of_the_engine_whatever_runs_beside_them(served, plain_engine):
     one = served()
-    cases = [("def main(", {"seed": n, "new_tokens": 3 + n, **OPTIONS[n % 4]}) for n in range(12)]
+    cases = [
+        ("def main(", {"seed": n, "max_new_tokens": 3 + n, **OPTIONS[n % 4]}) for n in range(12)
+    ]
     jobs = [one.submit(prompt, client=str(n % 3), **o) for n, (prompt, o) in enumerate(cases)]
     for job, (prompt, options) in zip(jobs, cases, strict=True):
         assert one.text(job) == plain_engine.generate(prompt, **options).text
 
 
 def test_clients_are_served_in_turn(served):
-    one = served(rows=1, gated=True)
-    first = one.submit(client="a", new_tokens=1)
+    one = served(max_batch_size=1, gated=True)
+    first = one.submit(client="a", max_new_tokens=1)
     wait_until(lambda: one.scheduler.running)
-    many = [one.submit(client="a", new_tokens=1) for _ in range(3)]
-    other = [one.submit(client="b", new_tokens=1) for _ in range(2)]
+    many = [one.submit(client="a", max_new_tokens=1) for _ in range(3)]
+    other = [one.submit(client="b", max_new_tokens=1) for _ in range(2)]
     one.run()
     wait_until(lambda: len(one.ended) == 6)
     expected = [first, many[0], other[0], many[1], other[1], many[2]]
@@ -131,7 +135,7 @@ def test_a_full_queue_refuses_the_client_with_most_jobs():
 
 
 def test_the_queue_is_bounded_and_all_or_none(served):
-    one = served(rows=1, gated=True, max_waiting=2)
+    one = served(max_batch_size=1, gated=True, max_waiting=2)
     running = one.submit()
     wait_until(lambda: one.scheduler.running)
     waiting = one.submit()
@@ -145,8 +149,8 @@ def test_the_queue_is_bounded_and_all_or_none(served):
 
 
 def test_cancelled_jobs_free_their_place(served):
-    one = served(rows=1, gated=True)
-    running, waiting, last = (one.submit(new_tokens=40), one.submit(), one.submit())
+    one = served(max_batch_size=1, gated=True)
+    running, waiting, last = (one.submit(max_new_tokens=40), one.submit(), one.submit())
     wait_until(lambda: one.scheduler.running)
     one.scheduler.cancel([running, waiting])
     one.run()
@@ -156,7 +160,7 @@ def test_cancelled_jobs_free_their_place(served):
 
 
 def test_a_job_that_waits_too_long_is_refused(served):
-    one = served(rows=1, gated=True, queue_seconds=0.02)
+    one = served(max_batch_size=1, gated=True, queue_seconds=0.02)
     running = one.submit()
     wait_until(lambda: one.scheduler.running)
     waiting = one.submit()
@@ -170,7 +174,7 @@ def test_a_job_that_waits_too_long_is_refused(served):
 
 def test_a_job_that_takes_too_long_ends(served):
     one = served(gated=True)
-    late, other = one.job(seconds=0.5, new_tokens=40), one.job()
+    late, other = one.job(seconds=0.5, max_new_tokens=40), one.job()
     one.start(late, other)
     time.sleep(0.5)
     one.run()
@@ -193,7 +197,7 @@ def failing_rule():
 
 def test_an_exception_fails_only_the_job_at_fault(served, plain_engine, failing_rule):
     one = served(gated=True)
-    cases = [{"seed": n, "new_tokens": 8, "temperature": 1.0} for n in range(3)]
+    cases = [{"seed": n, "max_new_tokens": 8, "temperature": 1.0} for n in range(3)]
     jobs, faulty = [one.job(**options) for options in cases], one.job(exit=failing_rule)
     one.start(*jobs, faulty)
     one.run()
@@ -221,7 +225,7 @@ def test_tokens_are_handed_out_once_if_a_job_runs_again(served, plain_engine, pa
         return original(*arguments, **options)
 
     setattr(target, name, fail_once)
-    cases = [{"seed": n, "new_tokens": 9, "logprobs": 1} for n in range(3)]
+    cases = [{"seed": n, "max_new_tokens": 9, "logprobs": 1} for n in range(3)]
     jobs = [one.job(**options) for options in cases]
     one.start(*jobs)
     one.run()
@@ -249,7 +253,7 @@ def test_a_broken_thread_answers_everyone(served):
 
 
 def test_draining_finishes_what_has_begun(served):
-    one = served(rows=1, gated=True)
+    one = served(max_batch_size=1, gated=True)
     running = one.submit()
     wait_until(lambda: one.scheduler.running)
     waiting = one.submit()
@@ -268,7 +272,7 @@ def test_draining_finishes_what_has_begun(served):
 
 def test_closing_at_once_ends_running_jobs(served):
     one = served(gated=True)
-    running = one.submit(new_tokens=40)
+    running = one.submit(max_new_tokens=40)
     wait_until(lambda: one.scheduler.running)
     one.run(2)
     closing = threading.Thread(target=one.scheduler.close)

@@ -105,7 +105,7 @@ def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, fol
         (["nowhere"], "nowhere"),
         ([str(folder), "--host", "0.0.0.0"], "there is no API key"),  # noqa: S104
         ([str(folder), str(folder)], "two have the same name"),
-        ([str(folder), "--rows", "0"], "rows"),
+        ([str(folder), "--max-batch-size", "0"], "max_batch_size"),
         ([str(folder), "--max-choices", "500"], "do not fit in a queue"),
         ([str(folder), "--api-key-file", "keys"], "no key"),
     ):

@@ -38,7 +38,7 @@ def entries_multiplied(config, loops, gradient_loops):
 
 
 def test_tokens_are_those_a_count_by_hand_gives():
-    grid = Grid(budgets=(2e9, 5e9), loops=(1, 2, 3, 6))
+    grid = Grid(flops=(2e9, 5e9), mean_loops=(1, 2, 3, 6))
     runs = plan_sweep(RECIPE, grid)
     assert [(r.budget, r.mean_loops) for r in runs] == [
         (budget, loops) for budget in grid.budgets for loops in grid.loops
@@ -64,7 +64,7 @@ def test_tokens_are_those_a_count_by_hand_gives():
 def test_a_fixed_data_grid_with_rates_seeds_and_settings():
     grid = Grid(
         tokens=(6400,),
-        loops=(2, 4),
+        mean_loops=(2, 4),
         learning_rates=(1e-3, 8e-3),
         seeds=(0, 1),
         settings={"optimiser.grad_clip": (0.5, 1.0)},
@@ -82,7 +82,7 @@ def test_a_fixed_data_grid_with_rates_seeds_and_settings():
 
 
 def test_a_transformer_among_looped_models_is_there_once():
-    grid = Grid(budgets=(1e10, 2e10), loops=(1, 4), models=("parcae-1m", "transformer-1m"))
+    grid = Grid(flops=(1e10, 2e10), mean_loops=(1, 4), models=("parcae-1m", "transformer-1m"))
     runs = plan_sweep(PRESET, grid)
     names = [(r.model, r.mean_loops) for r in runs]
     assert names == 2 * [("parcae-254.7k", 1), ("parcae-254.7k", 4)] + 2 * [
@@ -102,7 +102,7 @@ def test_a_model_keeps_its_name_only_while_it_keeps_its_size():
 @pytest.mark.slow
 def test_the_estimate_follows_the_work_and_the_workers():
     tree = merge(RECIPE, {"run": {"validate_every": 0}})
-    runs = plan_sweep(tree, Grid(budgets=(1e12, 3e12), loops=(2,)))
+    runs = plan_sweep(tree, Grid(flops=(1e12, 3e12), mean_loops=(2,)))
     guess = estimate(runs, threads=1, utilisation=0.5, device_flops=2e10)
     short, long = (guess.seconds[run.name] for run in runs)
     assert long - short == pytest.approx(200, rel=0.02)
@@ -114,7 +114,7 @@ def test_the_estimate_follows_the_work_and_the_workers():
 
 @pytest.mark.slow
 def test_steps_are_tried_where_no_speed_is_given():
-    runs = plan_sweep(RECIPE, Grid(budgets=(1e10,), loops=(1, 4)))
+    runs = plan_sweep(RECIPE, Grid(flops=(1e10,), mean_loops=(1, 4)))
     guess = estimate(runs, threads=1)
     assert "measured" in guess.method
     assert all(5 < guess.seconds[run.name] < 600 for run in runs)
@@ -122,19 +122,19 @@ def test_steps_are_tried_where_no_speed_is_given():
 
 def test_a_sweep_grows_but_does_not_change(tmp_path):
     folder = SweepFolder(tmp_path)
-    first = plan_sweep(RECIPE, Grid(budgets=(1e10,), loops=(2, 4)))
+    first = plan_sweep(RECIPE, Grid(flops=(1e10,), mean_loops=(2, 4)))
     folder.write_plan(folder.extended(first))
     assert [run.name for run in folder.read_plan()] == [run.name for run in first]
     assert folder.read_plan()[0].recipe == first[0].recipe
 
-    more = plan_sweep(RECIPE, Grid(budgets=(1e10, 2e10), loops=(4, 8), seeds=(0, 1)))
+    more = plan_sweep(RECIPE, Grid(flops=(1e10, 2e10), mean_loops=(4, 8), seeds=(0, 1)))
     grown = folder.extended(more)
     assert [run.name for run in grown[:2]] == [run.name for run in first]
     assert len(grown) == 2 + 8 - 1
     assert grown[1].recipe.run.validation_loops == first[1].recipe.run.validation_loops
 
     clipped = merge(RECIPE, {"optimiser": {"grad_clip": 0.5}})
-    for grid in (Grid(budgets=(1e10,), loops=(2,)), Grid(budgets=(4e10,), loops=(6,))):
+    for grid in (Grid(flops=(1e10,), mean_loops=(2,)), Grid(flops=(4e10,), mean_loops=(6,))):
         with pytest.raises(ConfigError, match=r"optimiser\.grad_clip: differs from the sweep"):
             folder.extended(plan_sweep(clipped, grid))
 
@@ -142,21 +142,21 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--budgets", "1e3", "--loops", "2"], "less than one step"),
-        (["--tokens", "10", "--loops", "2"], "less than one step"),
-        (["--budgets", "1e10", "--loops", "0"], "loops: 0 must be >= 1"),
-        (["--budgets", "1e10", "--test-loops", "0,1"], "test_loops: 0 must be >= 1"),
-        (["--budgets", "-1"], "budgets: -1 must be > 0"),
-        (["--budgets", "lots"], "--budgets: 'lots' is not a number"),
+        (["--flops", "1e3", "--mean-loops", "2"], "less than one step"),
+        (["--tokens", "10", "--mean-loops", "2"], "less than one step"),
+        (["--flops", "1e10", "--mean-loops", "0"], "mean_loops: 0 is out of range"),
+        (["--flops", "1e10", "--test-loops", "0,1"], "test_loops: 0 is out of range"),
+        (["--flops", "-1"], "flops: -1 is out of range"),
+        (["--flops", "lots"], "--flops: 'lots' is not a number"),
         (
-            ["--budgets", "1e10", "--tokens", "1e5"],
+            ["--flops", "1e10", "--tokens", "1e5"],
             "tokens: a grid has FLOP budgets or",
         ),
         (
-            ["--budgets", "1e10", "--budget.steps", "3"],
+            ["--flops", "1e10", "--budget.steps", "3"],
             "budget.steps: budgets already set",
         ),
-        (["--budgets", "1e10", "--optimiser.lrr", "1"], "optimiser.lrr: no such key"),
+        (["--flops", "1e10", "--optimiser.lrr", "1"], "optimiser.lrr: no such key"),
         (["--grid", "optimiser.lrr=1,2"], "Did you mean lr?"),
         (["--grid", "optimiser.lr"], "Write table.key=1,2"),
         (["--grid", "run.seed=1,2"], "Use seeds."),
@@ -164,9 +164,9 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
         (["--models", "parcae-1m"], "names no preset"),
         (["--seeds", "1.5"], "not a whole number"),
         (["--seeds", "1", "--budget.minutes", "2"], "budget.minutes"),
-        (["--budgets", "1e10", "--budget.max_minutes", "2"], "budget.max_minutes"),
-        (["--budgets", "1e10", "--workers", "0"], "workers: 0 must be >= 1"),
-        (["--budgets", "1e10", "--slurm.partitoin", "a", "--dry-run"], "Did you mean partition?"),
+        (["--flops", "1e10", "--budget.max_minutes", "2"], "budget.max_minutes"),
+        (["--flops", "1e10", "--workers", "0"], "workers: 0 is out of range"),
+        (["--flops", "1e10", "--slurm.partitoin", "a", "--dry-run"], "Did you mean partition?"),
         ([], "nothing varies"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_sweep_that_is_not_there_is_told(tmp_path, capsys):
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(write_toml(RECIPE))
-    words = ["--budgets", "1e10,2e10", "--loops", "1,4", "--utilisation", "0.4", "--dry-run"]
+    words = ["--flops", "1e10,2e10", "--mean-loops", "1,4", "--utilisation", "0.4", "--dry-run"]
     assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *words]) == 0
     said = capsys.readouterr().out
     for name in ("effective", "tokens", "steps", "FLOPs", "Duration", "mu4-2e10-flops", "to do"):
@@ -196,8 +196,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
 
 
 def test_existing_runs_keep_their_test_loops_and_a_note_says_so(tmp_path):
-    first = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2,)))
-    larger = plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(2, 4)))
+    first = plan_sweep(RECIPE, Grid(tokens=(6400,), mean_loops=(2,)))
+    larger = plan_sweep(RECIPE, Grid(tokens=(6400,), mean_loops=(2, 4)))
     folder = SweepFolder(tmp_path)
     folder.write_plan(folder.extended(first))
     assert note_on_test_loops(first, folder.extended(first)) is None
@@ -209,16 +209,18 @@ def test_existing_runs_keep_their_test_loops_and_a_note_says_so(tmp_path):
 
 def test_fixed_depth_does_not_count_for_a_parabola():
     """1, 2, 4, 6 are four depths, of which three are looped."""
-    note = note_on_depths(plan_sweep(RECIPE, Grid(budgets=(2e9, 5e9), loops=(1, 2, 4, 6))))
+    note = note_on_depths(plan_sweep(RECIPE, Grid(flops=(2e9, 5e9), mean_loops=(1, 2, 4, 6))))
     assert "the most is 3. 1 is fixed depth" in note
-    assert note_on_depths(plan_sweep(RECIPE, Grid(budgets=(2e9,), loops=(1, 2, 3, 4, 6)))) is None
-    assert note_on_depths(plan_sweep(RECIPE, Grid(tokens=(6400,), loops=(1, 2, 4, 6)))) is None
+    assert (
+        note_on_depths(plan_sweep(RECIPE, Grid(flops=(2e9,), mean_loops=(1, 2, 3, 4, 6)))) is None
+    )
+    assert note_on_depths(plan_sweep(RECIPE, Grid(tokens=(6400,), mean_loops=(1, 2, 4, 6)))) is None
 
 
 def test_the_plan_assigns_runs_to_sets():
-    grid = plan_sweep(RECIPE, Grid(budgets=(5e9,), loops=(1, 2, 4, 6)))
-    alone = plan_sweep(RECIPE, Grid(budgets=(2e10,), loops=(4,)))
-    fixed = plan_sweep(RECIPE, Grid(tokens=(64000,), loops=(2, 4, 6)))
+    grid = plan_sweep(RECIPE, Grid(flops=(5e9,), mean_loops=(1, 2, 4, 6)))
+    alone = plan_sweep(RECIPE, Grid(flops=(2e10,), mean_loops=(4,)))
+    fixed = plan_sweep(RECIPE, Grid(tokens=(64000,), mean_loops=(2, 4, 6)))
     sets = sets_of([*grid, *alone, *fixed])
     assert [sets[run.name] for run in grid] == ["grid"] * 4
     assert [sets[run.name] for run in alone] == ["end-to-end"]
@@ -227,7 +229,7 @@ def test_the_plan_assigns_runs_to_sets():
 
 def test_a_recipe_without_a_budget_suffices_where_the_grid_has_one():
     tree = {name: table for name, table in RECIPE.items() if name != "budget"}
-    for grid in (Grid(budgets=(2e9, 5e9), loops=(2,)), Grid(tokens=(640, 1280))):
+    for grid in (Grid(flops=(2e9, 5e9), mean_loops=(2,)), Grid(tokens=(640, 1280))):
         assert plan_sweep(tree, grid) == plan_sweep(RECIPE, grid)
     with pytest.raises(ConfigError, match="budget: neither the recipe nor the grid"):
-        plan_sweep(tree, Grid(loops=(1, 2)))
+        plan_sweep(tree, Grid(mean_loops=(1, 2)))

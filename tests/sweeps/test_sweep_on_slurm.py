@@ -60,7 +60,7 @@ def wait_for(what, folder, seconds=600):
 @pytest.mark.usefixtures("slurm")
 def test_queued_killed_requeued_and_collected(tmp_path, capsys):
     out, recipe = tmp_path / "sweep", write_recipe(tmp_path)
-    grid = ("--tokens", "12.8e3", "--loops", "1,2", "--out", str(out))
+    grid = ("--tokens", "12.8e3", "--mean-loops", "1,2", "--out", str(out))
     wanted = (
         "--slurm.partition",
         "main",

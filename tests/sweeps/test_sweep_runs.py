@@ -16,7 +16,7 @@ import pytest
 
 import parcae
 from parcae.cli import main
-from parcae.files import exclusive, write_json
+from parcae.files import lock_folder, write_json
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
 from parcae.runs import FINAL_STATUSES, last_step, list_checkpoints, read_result, read_status
@@ -48,7 +48,7 @@ def recipe(tmp_path_factory):
 
 
 def arguments(recipe, out, *more):
-    grid = ("--budgets", "1.5e9", "--loops", "1,2", "--workers", "2")
+    grid = ("--flops", "1.5e9", "--mean-loops", "1,2", "--workers", "2")
     return ["sweep", str(recipe), *grid, "--out", str(out), *SPEED, *more]
 
 
@@ -74,10 +74,10 @@ def test_one_table_of_all_runs_at_all_depths(whole):
         result = read_result(whole / "runs" / name)
         mine = table["run"] == name
         losses = {
-            str(int(t)): loss
+            int(t): loss
             for t, loss in zip(table["test_loops"][mine], table["loss"][mine], strict=True)
         }
-        assert losses == {t: measured["loss"] for t, measured in result["validation"].items()}
+        assert losses == result.losses
         assert not (whole / "runs" / name / "data").exists()  # one set of shards serves all
     assert (whole / "data" / "0").is_dir()
 
@@ -116,7 +116,7 @@ def test_what_is_done_is_skipped(whole, recipe, capsys):
 
 def test_the_library_call_returns_runs_and_table(whole, recipe, capsys):
     result = parcae.sweep(
-        recipe, whole, budgets=[1.5e9], loops=[1, 2], device_flops=1e10, verbose=False
+        recipe, whole, flops=[1.5e9], mean_loops=[1, 2], device_flops=1e10, verbose=False
     )
     assert capsys.readouterr().out == ""
     assert result.table_file == whole / "runs.csv"
@@ -126,8 +126,8 @@ def test_the_library_call_returns_runs_and_table(whole, recipe, capsys):
         assert run.state == "finished"
         assert run.failure is None
         stored = read_result(run.folder)
-        assert run.loss == stored["validation"][f"{run.mean_loops:g}"]["loss"]
-        assert run.seconds == stored["seconds"]
+        assert run.loss == stored.losses[int(run.mean_loops)]
+        assert run.seconds == stored.seconds
     rows = result.table()
     table = read_table(whole / "runs.csv")
     assert [row["loss"] for row in rows] == table["loss"].tolist()
@@ -139,8 +139,8 @@ def test_a_dry_run_of_a_larger_grid_writes_nothing(whole, recipe):
     result = parcae.sweep(
         str(recipe),
         whole,
-        budgets=[1.5e9],
-        loops=[1, 2, 3],
+        flops=[1.5e9],
+        mean_loops=[1, 2, 3],
         device_flops=1e10,
         dry_run=True,
         verbose=False,
@@ -152,7 +152,7 @@ def test_a_dry_run_of_a_larger_grid_writes_nothing(whole, recipe):
 
 
 def test_a_second_process_is_refused(whole, capsys):
-    with exclusive(whole):
+    with lock_folder(whole):
         assert main(["sweep", str(whole)]) == 2
     assert "another process" in capsys.readouterr().err
 

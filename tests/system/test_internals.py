@@ -113,6 +113,6 @@ def test_from_a_table_of_runs_to_fit_json(tmp_path):
 def test_from_a_prompt_to_a_token(text):
     tokenizer = parcae.data.train_tokenizer([text], size=300)
     model = parcae.create("parcae-1m", vocab_size=300, context_length=32, width=32)
-    engine = parcae.Engine(model, tokenizer, layers="torch")
-    calls = trace(lambda: engine.generate("def add", new_tokens=2))
+    engine = parcae.Engine(model, tokenizer, backend="torch")
+    calls = trace(lambda: engine.generate("def add", max_new_tokens=2))
     check("From a prompt to a token", calls, most=12)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from parcae.recipe import merge
-from parcae.training.settings import Recipe, plain_recipe, recipe_from_tree
+from parcae.training.settings import Recipe, recipe_from_tree, recipe_to_dict
 
 TREE: dict[str, Any] = {
     "model": {
@@ -106,4 +106,4 @@ def compute_in_float64() -> None:
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe:
-    return recipe_from_tree(merge(plain_recipe(recipe), changes))
+    return recipe_from_tree(merge(recipe_to_dict(recipe), changes))

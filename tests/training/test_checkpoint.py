@@ -22,7 +22,7 @@ from parcae.training import checkpoint_writer as checkpoint
 from parcae.training.checkpoint_writer import CheckpointWriter, Snapshot
 from parcae.training.distributed import Workers
 from parcae.training.run import train
-from parcae.training.settings import plain_recipe
+from parcae.training.settings import recipe_to_dict
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -288,7 +288,7 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     """Each checkpoint takes 0.8 MB, so a third does not fit while two are kept."""
     run, recipe = small_disk / "run", tmp_path / "recipe.toml"
     plan = runs.recipe(text, budget={"steps": 12}, run={"keep_best": False})
-    recipe.write_text(write_toml(plain_recipe(plan)))
+    recipe.write_text(write_toml(recipe_to_dict(plan)))
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(500_000))
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 2
@@ -317,7 +317,7 @@ def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
         real(self)
 
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_text(write_toml(plain_recipe(runs.recipe(text))))
+    recipe.write_text(write_toml(recipe_to_dict(runs.recipe(text))))
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_train_step", one_step)
         assert cli.main(["train", str(recipe), "--out", str(run)]) == 2

@@ -11,12 +11,12 @@ import torch
 
 import parcae
 from parcae import cli
-from parcae.runs import list_checkpoints
+from parcae.runs import list_checkpoints, read_result
 from parcae.training import learner as learner_module
 from parcae.training.distributed import Workers
 from parcae.training.divergence import Guard, diagnose
 from parcae.training.learner import Learner
-from parcae.training.run import TrainResult, train
+from parcae.training.run import train
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -129,14 +129,14 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
     run, recipe = tmp_path / "run", tmp_path / "recipe.toml"
     changes = {"run": {"max_nonfinite_steps": 8}, "budget": {"steps": 20}}
     from parcae.recipe import write_toml
-    from parcae.training.settings import plain_recipe
+    from parcae.training.settings import recipe_to_dict
 
-    recipe.write_text(write_toml(plain_recipe(runs.recipe(text, **changes))))
+    recipe.write_text(write_toml(recipe_to_dict(runs.recipe(text, **changes))))
     with monkeypatch.context() as patched:
         poison(patched, set(range(7, 10**6)), math.nan)
         assert cli.main(["train", str(recipe), "--out", str(run)]) == 1
     assert "Traceback" not in capsys.readouterr().err
-    result = TrainResult.read(run)
+    result = read_result(run)
     assert result.status == "diverged"
     assert result.skipped_steps == 8
     assert result.steps == 15
@@ -253,7 +253,9 @@ def test_no_false_alarm_on_a_falling_noisy_curve():
     for seed in range(40):
         rng = np.random.default_rng(seed)
         guard = Guard(20)
-        alarms += sum(guard.is_spike(x) for x in falling(rng, 1500, rng.uniform(0.02, 0.3)))
+        alarms += sum(
+            guard.record(x, 1.0) == "spike" for x in falling(rng, 1500, rng.uniform(0.02, 0.3))
+        )
     assert alarms == 0, f"{alarms} in 60,000 steps"
 
 
@@ -267,7 +269,7 @@ def test_spikes_are_found_by_their_size(deviations, found):
         losses = falling(rng, 1500)
         losses[places] += deviations * 0.1
         guard = Guard(20)
-        spikes = [i for i, x in enumerate(losses) if guard.is_spike(x)]
+        spikes = [i for i, x in enumerate(losses) if guard.record(x, 1.0) == "spike"]
         assert set(spikes) <= set(places)
         assert guard.spikes == len(spikes)
         hits += len(spikes)
@@ -279,7 +281,7 @@ def test_a_loss_that_stays_up_is_not_a_spike_for_ever():
     rng = np.random.default_rng(0)
     losses = np.concatenate([rng.normal(3, 0.1, 300), rng.normal(8, 0.1, 300)])
     guard = Guard(20)
-    spikes = [i for i, x in enumerate(losses) if guard.is_spike(x)]
+    spikes = [i for i, x in enumerate(losses) if guard.record(x, 1.0) == "spike"]
     assert 300 in spikes
     assert 5 <= len(spikes) < 60
     assert max(spikes) < 400
@@ -306,12 +308,12 @@ def test_a_spike_in_a_run_is_logged(text, tmp_path, monkeypatch):
 def test_the_guard_comes_back_from_a_checkpoint():
     guard, again = Guard(5), Guard(7)
     for x in np.random.default_rng(0).normal(3, 0.1, 70).tolist():
-        guard.is_spike(x)
-    guard.accepts(math.nan, 1.0)
+        guard.record(x, 1.0)
+    assert guard.record(math.nan, 1.0) == "skip"
     again.restore(json.loads(json.dumps(guard.state())))
     assert again.state() == guard.state()
     assert again.max_nonfinite_steps == 7
-    assert [guard.is_spike(9.0), guard.spikes] == [again.is_spike(9.0), again.spikes]
+    assert [guard.record(9.0, 1.0), guard.spikes] == [again.record(9.0, 1.0), again.spikes]
 
 
 def test_counts_of_earlier_checkpoints_are_read():

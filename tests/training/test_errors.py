@@ -12,10 +12,10 @@ import sys
 import pytest
 
 from parcae import cli
-from parcae.files import exclusive
+from parcae.files import lock_folder
 from parcae.recipe import merge, parse_flags, write_toml
 from parcae.training.run import train
-from parcae.training.settings import plain_recipe, with_flags
+from parcae.training.settings import recipe_to_dict, with_flags
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -246,7 +246,7 @@ def test_a_second_process_on_the_same_folder(write, fails, tmp_path):
     recipe, run = write(budget={"steps": 3}), tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    with exclusive(run):
+    with lock_folder(run):
         assert f"another process ({os.getpid()}) is using it" in fails("--resume", run)
         assert "is using it" in fails(recipe, "--out", run)
         assert {p for p in run.rglob("*") if p.is_file()} == set(before)
@@ -372,7 +372,7 @@ def test_the_recipe_of_a_run_reads_back(text, tmp_path):
     train(recipe, tmp_path / "run")
     from parcae.training.run import read_recipe
 
-    assert plain_recipe(read_recipe(tmp_path / "run")) == plain_recipe(recipe)
+    assert recipe_to_dict(read_recipe(tmp_path / "run")) == recipe_to_dict(recipe)
 
 
 def test_a_folder_with_files_of_others_is_refused_and_left_alone(write, fails, tmp_path):

@@ -12,9 +12,9 @@ import pytest
 from parcae import cli
 from parcae.config import ConfigError
 from parcae.recipe import write_toml
-from parcae.training.log import Log, finite, flat, keep_until, open_trackers
+from parcae.training.log import Log, flat, keep_until, nan_to_none, open_trackers
 from parcae.training.run import train
-from parcae.training.settings import located, plain_recipe
+from parcae.training.settings import recipe_to_dict, with_absolute_paths
 from training import runs
 
 
@@ -61,7 +61,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
         {"kind": "train", "step": 1, "loss": None, "deep": {"a": [None, 1.5], "4": None}}
         | {"word": "nan"}
     ]
-    assert finite((1, True, None, 2.0)) == [1, True, None, 2.0]
+    assert nan_to_none((1, True, None, 2.0)) == [1, True, None, 2.0]
 
 
 def test_numbers_by_their_path():
@@ -138,7 +138,7 @@ def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
         (options,) = tracker.started
         assert options["project"] == "parcae"
         assert options["name"].startswith("mine")
-        assert options["config"] == plain_recipe(located(recipe))
+        assert options["config"] == recipe_to_dict(with_absolute_paths(recipe))
         seen = [
             (s, numbers["train/loss"]) for s, numbers in tracker.told if "train/loss" in numbers
         ]
@@ -176,7 +176,7 @@ def test_a_tracker_that_is_not_installed(name, text, tmp_path, monkeypatch, caps
     with pytest.raises(ConfigError, match=rf"run.trackers: {name} is not installed"):
         open_trackers([name], tmp_path, {})
     path, run = tmp_path / "recipe.toml", tmp_path / "run"
-    path.write_text(write_toml(plain_recipe(runs.recipe(text, run={"trackers": [name]}))))
+    path.write_text(write_toml(recipe_to_dict(runs.recipe(text, run={"trackers": [name]}))))
     assert cli.main(["train", str(path), "--out", str(run)]) == 2
     error = capsys.readouterr().err
     assert "pip install -e '.[track]'" in error

@@ -23,7 +23,7 @@ from parcae.training.memory_estimate import (
 )
 from parcae.training.plan import peak_flops, plan
 from parcae.training.run import read_recipe, train
-from parcae.training.settings import plain_recipe, recipe_from_tree
+from parcae.training.settings import recipe_from_tree, recipe_to_dict
 from training import runs
 
 UNSET = {"sources": ["x"], "global_batch": 12}
@@ -122,7 +122,7 @@ def test_activations_grow_with_rows_and_shrink_with_checkpointing():
 
 @pytest.mark.slow
 def test_the_largest_micro_batch_that_fits_is_chosen(monkeypatch):
-    unset = recipe_from_tree({**plain_recipe(recipe()), "data": UNSET})
+    unset = recipe_from_tree({**recipe_to_dict(recipe()), "data": UNSET})
     estimates = {n: estimate_memory(unset, torch.float32, n, 2).total for n in (1, 2, 3, 4, 6, 12)}
     assert sorted(estimates.values()) == list(estimates.values())
     for fitting in (1, 2, 4, 6):  # above 512 tokens the loss is computed in chunks
@@ -178,7 +178,7 @@ class AskedAtOnce(StopSignals):
 
 def test_a_chosen_micro_batch_is_recorded_and_kept(text, tmp_path, monkeypatch, capsys):
     """Bit for bit: other micro-batches add their gradients in another order."""
-    tree = plain_recipe(runs.recipe(text, budget={"steps": 6}, run={"checkpoint_every": 3}))
+    tree = recipe_to_dict(runs.recipe(text, budget={"steps": 6}, run={"checkpoint_every": 3}))
     del tree["data"]["micro_batch"]
     unset, run = recipe_from_tree(tree), tmp_path / "run"
     with monkeypatch.context() as patched:

@@ -27,7 +27,7 @@ from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.distributed import open_workers
 from parcae.training.learner import Learner
 from parcae.training.run import train
-from parcae.training.settings import RunConfig, plain_recipe, resolve_recipe
+from parcae.training.settings import RunConfig, recipe_to_dict, resolve_recipe
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(
 def test_every_process_starts_from_the_same_weights(kind, alone, tmp_path):
     """Two processes from the weights of a run train what one does from them."""
     recipe, source = alone
-    tables = plain_recipe(recipe) | {"budget": {"steps": 4}, "start": {"checkpoint": str(source)}}
+    tables = recipe_to_dict(recipe) | {"budget": {"steps": 4}, "start": {"checkpoint": str(source)}}
     tuned = resolve_recipe(merge(tables, {"run": {"parallel": kind, "validate_every": 2}}))
     together(0, go_in_float64, tuned, tmp_path / "one")
     together(2, go_in_float64, tuned, tmp_path / "two")

@@ -19,7 +19,7 @@ from parcae.runs import list_checkpoints, read_state
 from parcae.training.corpora import check_same_data, open_corpora
 from parcae.training.learner import Learner
 from parcae.training.run import read_recipe
-from parcae.training.settings import plain_recipe
+from parcae.training.settings import recipe_to_dict
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -75,7 +75,7 @@ def killed(killed_once, tmp_path):
 
 
 def edit_recipe(folder, changes):
-    tree = plain_recipe(runs.changed(read_recipe(folder), **changes))
+    tree = recipe_to_dict(runs.changed(read_recipe(folder), **changes))
     (folder / "recipe.toml").write_text("# edited\n" + write_toml(tree))
 
 

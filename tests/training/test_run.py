@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -11,8 +12,7 @@ from parcae.config import ConfigError
 from parcae.files import FileError
 from parcae.recipe import write_toml
 from parcae.runs import read_result
-from parcae.training.run import TrainResult
-from parcae.training.settings import plain_recipe, resolve_recipe
+from parcae.training.settings import recipe_to_dict, resolve_recipe
 from training import runs
 
 SHORT = {"validate_every": 0, "telemetry_every": 0, "checkpoint_every": 0}
@@ -27,8 +27,8 @@ def finished(tmp_path_factory):
 
 def test_a_result_is_what_result_json_says(finished):
     _, result = finished
-    assert result == TrainResult.read(result.folder)
-    assert result.plain() == read_result(result.folder)
+    assert result == read_result(result.folder)
+    assert result.to_dict() == json.loads((result.folder / "result.json").read_text())
     assert (result.status, result.steps, result.tokens) == ("finished", 2, 2 * 4 * 16)
     assert list(result.losses) == [1, 3, 6]
     assert result.losses[3] == result.validation[3]["loss"]
@@ -46,8 +46,8 @@ def test_the_table_has_a_row_per_step_and_plain_columns(finished):
 def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path):
     recipe, _ = finished
     path = tmp_path / "mine.toml"
-    path.write_text(write_toml(plain_recipe(recipe)))
-    for source in (recipe, plain_recipe(recipe), path, str(path)):
+    path.write_text(write_toml(recipe_to_dict(recipe)))
+    for source in (recipe, recipe_to_dict(recipe), path, str(path)):
         assert resolve_recipe(source) == recipe
         assert resolve_recipe(source, {"budget": {"steps": 9}}).budget.steps == 9
     assert resolve_recipe("smoke").budget.steps == 12
@@ -58,7 +58,7 @@ def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path):
 def test_the_folder_has_the_recipes_name(finished, tmp_path, monkeypatch):
     recipe, first = finished
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text(write_toml(plain_recipe(recipe)))
+    (tmp_path / "mine.toml").write_text(write_toml(recipe_to_dict(recipe)))
     result = parcae.train("mine.toml", budget={"steps": 2})
     assert result.folder.samefile(tmp_path / "runs" / "mine")
     assert result.losses == first.losses
@@ -86,4 +86,4 @@ def test_a_refused_resume_keeps_the_result(finished, tmp_path):
     with pytest.raises(FileError):
         parcae.train(run, resume=True)
     assert (run / "result.json").read_bytes() == before
-    assert TrainResult.read(run).status == "finished"
+    assert read_result(run).status == "finished"

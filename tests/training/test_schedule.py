@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parcae.training.schedule import Factors, factors
+from parcae.training.schedule import Factors, schedule_factors
 from parcae.training.settings import OptimiserConfig, ScheduleConfig
 
 OPTIMISER = OptimiserConfig()
 
 
 def over_a_run(config: ScheduleConfig, steps: int) -> list[Factors]:
-    return [factors(config, OPTIMISER, s, s / steps, steps) for s in range(steps)]
+    return [schedule_factors(config, OPTIMISER, s, s / steps, steps) for s in range(steps)]
 
 
 def test_the_papers_learning_rate_is_constant_and_then_falls_linearly_to_zero():
@@ -33,12 +33,12 @@ def test_cool_down_in_steps_goes_before_the_fraction_and_needs_the_number_of_ste
     config = ScheduleConfig(cooldown_fraction=1.0, cooldown_steps=0)
     assert {f.lr for f in over_a_run(config, 8)} == {1.0}
     with pytest.raises(ValueError, match="steps"):
-        factors(config, OPTIMISER, 0, 0.0)
+        schedule_factors(config, OPTIMISER, 0, 0.0)
 
 
 def test_by_the_clock_only_progress_counts():
     config = ScheduleConfig(cooldown_fraction=0.5)
-    assert factors(config, OPTIMISER, 10_000, 0.75).lr == pytest.approx(0.5)
+    assert schedule_factors(config, OPTIMISER, 10_000, 0.75).lr == pytest.approx(0.5)
 
 
 def test_momentum_rises_over_300_steps_and_weight_decay_falls_over_the_run():
@@ -70,7 +70,7 @@ schedules = st.builds(
 def test_factors_stay_in_bounds_wherever_the_run_is(config, momentum, step, progress, steps):
     """Also beyond its end, where a run by the clock may find itself."""
     optimiser = OptimiserConfig(muon_momentum=momentum)
-    found = factors(config, optimiser, step, progress, steps)
+    found = schedule_factors(config, optimiser, step, progress, steps)
     assert 0 <= found.lr <= 1
     assert 0 <= found.weight_decay <= 1
     assert min(momentum, 0.85) <= found.momentum <= momentum

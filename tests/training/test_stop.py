@@ -14,9 +14,10 @@ import torch
 from parcae import cli, console
 from parcae.machine import SAME_REQUEST_SECONDS
 from parcae.recipe import write_toml
+from parcae.runs import read_result
 from parcae.training import trainer
-from parcae.training.run import TrainResult, read_recipe, train
-from parcae.training.settings import plain_recipe
+from parcae.training.run import read_recipe, train
+from parcae.training.settings import recipe_to_dict
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -59,7 +60,7 @@ def wait_for_step(run, step, process):
 @pytest.fixture
 def recipe_file(text, tmp_path):
     recipe, path = runs.recipe(text, budget={"steps": 16}), tmp_path / "recipe.toml"
-    path.write_text(write_toml(plain_recipe(recipe)))
+    path.write_text(write_toml(recipe_to_dict(recipe)))
     return recipe, path
 
 
@@ -76,7 +77,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert process.exitcode == 0, log.read_text()
     assert f"saved. Continue with: parcae train --resume {run}" in log.read_text()
     assert "Traceback" not in log.read_text()
-    result = TrainResult.read(run)
+    result = read_result(run)
     assert result.status == "interrupted"
     assert 4 <= result.steps < 16
     assert (run / "checkpoints" / f"step-{result.steps:08d}").exists()
@@ -87,8 +88,8 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert again.seconds > result.seconds, "the time of both parts counts"
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
     differing = {"seconds"}
-    assert {k: v for k, v in again.plain().items() if k not in differing} == {
-        k: v for k, v in whole.plain().items() if k not in differing
+    assert {k: v for k, v in again.to_dict().items() if k not in differing} == {
+        k: v for k, v in whole.to_dict().items() if k not in differing
     }
     ours, theirs = runs.weights(run, 16), runs.weights(tmp_path / "whole", 16)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

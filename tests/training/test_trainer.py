@@ -21,7 +21,7 @@ from parcae.training.learner import Learner
 from parcae.training.log import Display
 from parcae.training.run import train
 from parcae.training.schedule import total_steps
-from parcae.training.settings import plain_recipe, recipe_from_tree
+from parcae.training.settings import recipe_from_tree, recipe_to_dict
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -45,7 +45,7 @@ KINDS = {
 
 
 def with_budget(text, **budget):
-    return recipe_from_tree({**plain_recipe(runs.recipe(text, run=QUIET)), "budget": budget})
+    return recipe_from_tree({**recipe_to_dict(runs.recipe(text, run=QUIET)), "budget": budget})
 
 
 def test_budgets_come_to_steps(text):
@@ -69,7 +69,7 @@ def test_a_budget_is_spent(kind, text, tmp_path):
     amount["tokens_per_parameter"] = 64 * 3 / parameter_count(model)
     result = train(with_budget(text, **{kind: amount[kind]}), tmp_path / "run")
     assert result.steps == 3
-    spent = {**result.plain(), "tokens_per_parameter": result.tokens / result.parameters}
+    spent = {**result.to_dict(), "tokens_per_parameter": result.tokens / result.parameters}
     assert spent[kind] == pytest.approx(amount[kind], rel=1e-9)
     assert result.executed_flops != result.flops, "depths were drawn"
 
@@ -374,7 +374,7 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
     assert [sample["depth"] for sample in result.samples] == [1, 2, 3]
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.plain()
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.to_dict()
 
 
 @pytest.mark.slow

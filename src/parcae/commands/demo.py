@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from parcae.report.loop_figure import Profile
-    from parcae.training.run import TrainResult
+    from parcae.runs import TrainResult
     from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
@@ -30,7 +30,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--overwrite",
-        earlier="--again",
         action="store_true",
         help="delete an existing run and train again (default: continue it, or show it)",
     )
@@ -65,14 +64,15 @@ def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
     import shutil
 
     from parcae import console
+    from parcae.runs import read_result
     from parcae.runs.layout import RECIPE_FILE
-    from parcae.training.run import TrainResult, train
+    from parcae.training.run import train
 
     if again and (folder / RECIPE_FILE).exists():
         shutil.rmtree(folder)
     if not (folder / RECIPE_FILE).exists():
         return train(recipe, folder)
-    result = TrainResult.read(folder)
+    result = read_result(folder)
     if result is not None and result.status == "finished":
         console.print_text(f"{folder} is a finished run; it is shown again. {TRAIN_AGAIN}\n")
         return result

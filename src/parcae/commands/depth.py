@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parcae.device import DEVICE_HELP
+
 if TYPE_CHECKING:
     from parcae.infer.loop_trace import LoopTrace
 
@@ -46,6 +48,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="figure as .png, .svg or .pdf (default: RUN/depth.png, or out/depth.png for a model "
         "that is not part of a run)",
     )
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -77,7 +80,10 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.runs import open_checkpoint
 
     model, tokenizer, folder = open_checkpoint(
-        arguments.checkpoint, arguments.tokenizer, arguments.best
+        arguments.checkpoint,
+        tokenizer=arguments.tokenizer,
+        best=arguments.best,
+        device=arguments.device,
     )
     tokens = tokenizer.encode(text)
     require(bool(tokens), "text", "it is empty", "Give at least one word.")

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parcae.console import parse_int_list, parse_list
-from parcae.evaluation.suites import SUITES
+from parcae.device import DEVICE_HELP
+from parcae.evaluation.suites import CPU_BATCH_TOKENS, DEVICE_BATCH_TOKENS, SEEDS, SUITES
+from parcae.evaluation.tasks import BASELINES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +33,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--suites",
-        earlier="--suite",
         type=parse_list,
         nargs="+",
         default=[["val"]],
@@ -46,7 +47,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--task-data",
-        earlier="--eval-data",
         type=Path,
         metavar="FOLDER",
         help="folder of task files, needed by all suites but val (default: none)",
@@ -81,11 +81,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--seeds",
         type=parse_int_list,
         metavar="N,N,...",
-        help="seeds of the few-shot examples (default: 1234,2345,3456)",
+        help=f"seeds of the few-shot examples (default: {','.join(map(str, SEEDS))})",
     )
     parser.add_argument(
         "--baselines",
-        choices=("nanochat", "dclm"),
+        choices=BASELINES,
         default="nanochat",
         help="table of chance accuracies, for centred accuracy (default: nanochat, as in "
         "the reference release)",
@@ -100,16 +100,16 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--batch-tokens",
         type=int,
         metavar="N",
-        help="tokens scored at a time (default: 1024 on a CPU, 32768 on other devices)",
+        help=f"tokens scored at a time (default: {CPU_BATCH_TOKENS} on a CPU, "
+        f"{DEVICE_BATCH_TOKENS} on other devices)",
     )
     parser.add_argument(
         "--context-length",
-        earlier="--context",
         type=int,
         metavar="N",
         help="tokens the model reads at a time (default: its context length)",
     )
-    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
         metavar="FILE",
@@ -133,7 +133,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--overwrite",
-        earlier="--again",
         action="store_true",
         help="drop earlier results in the folder (default: resume from them)",
     )

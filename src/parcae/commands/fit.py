@@ -43,7 +43,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--bootstrap-samples",
-        "--draws",
         type=int,
         default=DEFAULT_BOOTSTRAP_SAMPLES,
         metavar="N",
@@ -58,7 +57,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--no-halving",
-        earlier="--all-starts",
         action="store_true",
         help="follow every start to convergence instead of dropping the worse ones early; slower "
         "(default: off)",
@@ -71,13 +69,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import parcae
-    from parcae.files import exclusive
+    from parcae.files import lock_folder
     from parcae.laws.table import as_table
 
     table = as_table(arguments.table)
     in_sweep = arguments.table / "fit" if arguments.table.is_dir() else Path("out/fit")
     out = arguments.out or in_sweep
-    with exclusive(out), _progress_bar(table) as progress:
+    with lock_folder(out), _progress_bar(table) as progress:
         result = parcae.fit(
             table,
             starts=arguments.starts,

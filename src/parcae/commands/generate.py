@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS, TEMPERATURE
+from parcae.device import DEVICE_HELP
+from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 
 if TYPE_CHECKING:
     from parcae.infer.engine import Engine
@@ -36,7 +37,6 @@ def unescape(text: str) -> str:
     return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], text)
 
 
-EARLIER_FLAGS = {"draft-loops": "--draft"}
 OPTIONS = (
     Option("loops", "loops", int, None, "T", "loops per token (default: the mean of training)"),
     Option(
@@ -66,12 +66,12 @@ OPTIONS = (
         f"tokens per draft (default: {DRAFT_TOKENS})",
     ),
     Option(
-        "new-tokens",
-        "new_tokens",
+        "max-new-tokens",
+        "max_new_tokens",
         int,
-        NEW_TOKENS,
+        MAX_NEW_TOKENS,
         "N",
-        f"largest number of tokens (default: {NEW_TOKENS})",
+        f"largest number of tokens (default: {MAX_NEW_TOKENS})",
     ),
     Option(
         "temperature",
@@ -143,7 +143,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         repeated: dict[str, Any] = {"action": "append"} if option.name == "stop" else {}
         parser.add_argument(
             f"--{option.flag}",
-            earlier=EARLIER_FLAGS.get(option.flag),
             dest=option.name,
             type=option.read,
             default=None if repeated else option.default,
@@ -159,11 +158,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "which is exact)",
     )
     parser.add_argument(
-        "--weights",
+        "--weight-dtype",
         default="float32",
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
     )
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
         type=Path,
@@ -198,13 +198,18 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.infer.sampling import NonFiniteLogits
     from parcae.runs import open_checkpoint
 
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.tokenizer, arguments.best)
+    checkpoint = open_checkpoint(
+        arguments.checkpoint,
+        tokenizer=arguments.tokenizer,
+        best=arguments.best,
+        device=arguments.device,
+    )
     engine = Engine(
         checkpoint.model,
         checkpoint.tokenizer,
         cache=arguments.cache,
-        weights=arguments.weights,
-        rows=4 if interactive else 1,
+        weight_dtype=arguments.weight_dtype,
+        max_batch_size=4 if interactive else 1,
     )
     options = {option.name: getattr(arguments, option.name) for option in OPTIONS}
     options["stop"] = tuple(options["stop"] or ())

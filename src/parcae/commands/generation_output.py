@@ -119,7 +119,7 @@ def _memory(engine: Engine, request: Request) -> str:
     weights = console.format_bytes(network.weight_bytes)
     reserved = console.format_bytes(cache.bytes)
     return (
-        f"weights {weights} (--weights {network.model.weights}); cache "
+        f"weights {weights} (--weight-dtype {network.model.weight_dtype}); cache "
         f"{per_token} per token, {reserved} reserved (--cache {cache.policy}); "
         f"layers in {network.name}"
     )

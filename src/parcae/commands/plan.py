@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         recipe, arguments.devices, arguments.utilisation, device_speed(arguments.device_flops)
     )
     if arguments.json:
-        print(json.dumps(estimate.plain(), indent=2))
+        print(json.dumps(estimate.to_dict(), indent=2))
         return 0
     for title, rows in _tables(estimate).items():
         console.out.print(console.table(title, ("", ""), rows))

@@ -6,8 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parcae.config import ConfigError
-
 if TYPE_CHECKING:
     from parcae.laws.bootstrap import Estimate
     from parcae.laws.predict import Prediction
@@ -33,8 +31,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("fit", type=Path, nargs="?", metavar="FIT", help="fit.json of `parcae fit`, or its folder")
-    add("--fit", dest="fit_option", type=Path, help=argparse.SUPPRESS)  # its earlier form
+    add("fit", type=Path, metavar="FIT", help="fit.json of `parcae fit`, or its folder")
     add("--model", help="name of the model (default: the only one with laws)")
     add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: none)")
     add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: none)")
@@ -72,11 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     import parcae
 
-    fit = arguments.fit or arguments.fit_option
-    if fit is None:
-        raise ConfigError("FIT: missing. Give fit.json of `parcae fit`, or its folder.")
     questions = {name: getattr(arguments, name) for name in QUESTIONS}
-    prediction = parcae.predict(fit, **questions)
+    prediction = parcae.predict(arguments.fit, **questions)
     if arguments.json:
         print(json.dumps(prediction.to_dict(), indent=2, allow_nan=False))
     else:

@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console
     from parcae.model.flops import parameter_count, training_flops_per_token
     from parcae.presets import PRESETS
-    from parcae.recipe import plain
+    from parcae.recipe import to_dict
 
     if arguments.json:
         listing = [
@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "name": name,
                 "parameters": parameter_count(config),
                 "training_flops_per_token": training_flops_per_token(config),
-                "config": plain(config),
+                "config": to_dict(config),
             }
             for name, config in PRESETS.items()
         ]

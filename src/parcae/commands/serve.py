@@ -7,6 +7,7 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+from parcae.device import DEVICE_HELP
 from parcae.serving.settings import ServerSettings
 
 KEY_VARIABLE = "PARCAE_API_KEY"
@@ -53,8 +54,9 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="a name by which clients reach the server besides localhost; may be repeated "
         "(default: none)",
     )
+    parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
-        "--weights",
+        "--weight-dtype",
         default="float32",
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
@@ -102,7 +104,8 @@ def run(arguments: argparse.Namespace) -> int:
             **{field.name: getattr(arguments, field.name) for field in fields(ServerSettings)}
         ),
         on_start=announce,
-        weights=arguments.weights,
+        device=arguments.device,
+        weight_dtype=arguments.weight_dtype,
         cache=arguments.cache,
     )
     return 0

@@ -24,7 +24,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.recipe import from_file, parse_flags, plain, write_toml
+    from parcae.recipe import from_file, parse_flags, to_dict, write_toml
 
     source, flags = arguments.source, parse_flags(arguments.settings)
     if source.endswith(".toml") or "/" in source:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.model import flops  # imports torch, so after the recipe is known to be valid
     from parcae.registry import INJECTIONS
 
-    console.out.print(write_toml({"model": plain(config)}), markup=False, highlight=False)
+    console.out.print(write_toml({"model": to_dict(config)}), markup=False, highlight=False)
     loop, cost = config.loop, flops.token_flops(config)
     rows = [
         ("parameters", f"{flops.parameter_count(config):,}"),

@@ -34,15 +34,15 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     numbers = {"type": parse_number_list, "default": ()}
     integers = {"type": parse_int_list, "default": ()}
-    grid.add_argument("--budgets", metavar="FLOPS,...", help="training FLOPs of a run", **numbers)
+    grid.add_argument("--flops", metavar="FLOPS,...", help="training FLOPs of a run", **numbers)
     grid.add_argument(
         "--tokens",
         metavar="N,...",
-        help="training tokens, instead of --budgets",
+        help="training tokens, instead of --flops",
         **numbers,
     )
     grid.add_argument(
-        "--loops", metavar="N,...", help="mean loops in training; 1 is fixed depth", **numbers
+        "--mean-loops", metavar="N,...", help="mean loops in training; 1 is fixed depth", **numbers
     )
     grid.add_argument(
         "--models",
@@ -54,7 +54,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     grid.add_argument(
         "--learning-rates",
         metavar="LR,...",
-        help="AdamW's; Muon's keeps its ratio",
+        help="AdamW learning rates; optimiser.muon_lr is scaled by the same factor",
         **numbers,
     )
     grid.add_argument(
@@ -70,8 +70,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     grid.add_argument(
         "--test-loops",
         metavar="T,...",
-        help="loops at which every run is validated (default: 1, all --loops, and 1.5 and 2 times "
-        "the largest)",
+        help="loops at which every run is validated (default: 1, all --mean-loops, and 1.5 and 2 "
+        "times the largest)",
         **integers,
     )
     add = parser.add_argument
@@ -128,9 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
     result = sweep(
         arguments.source,
         arguments.out,
-        budgets=arguments.budgets,
+        flops=arguments.flops,
         tokens=arguments.tokens,
-        loops=arguments.loops,
+        mean_loops=arguments.mean_loops,
         models=arguments.models,
         learning_rates=arguments.learning_rates,
         seeds=arguments.seeds,

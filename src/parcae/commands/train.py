@@ -31,7 +31,6 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--start-from",
-        earlier="--from",
         dest="start_from",
         metavar="CHECKPOINT",
         help="start from the weights of a run, checkpoint or model folder, with a new optimiser, "

@@ -25,19 +25,20 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from parcae.config import ConfigError, require
+from parcae.config import ConfigError
 from parcae.data.sources import Format, format_of
 from parcae.files import (
     FileError,
     WriteError,
     atomic_path,
-    exclusive,
+    lock_folder,
     read_sealed,
     sha256,
     write_sealed,
     writing,
 )
 from parcae.recipe import suggest
+from parcae.schema import require_range
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
 NAMES = {
@@ -107,13 +108,9 @@ def download(
 
     folder = Path(folder)
     repository, subfolder = resolve(name)
-    require(
-        first_files is None or first_files >= 1,
-        "first_files",
-        f"{first_files} is out of range",
-        "It must be >= 1; omit it to download all files.",
-    )
-    with exclusive(folder):
+    if first_files is not None:
+        require_range("first_files", first_files, "Omit it to download all files.", at_least=1)
+    with lock_folder(folder):
         dataset = _read_record(folder, repository, subfolder, revision)
         if dataset is None:
             dataset = _list_files(repository, subfolder, revision or "main", endpoint)
@@ -255,7 +252,7 @@ def _read_record(
     if revision not in (None, dataset.revision, dataset.commit):
         raise FileError(
             f"{folder}: contains revision {dataset.revision} ({dataset.commit[:12]}), not "
-            f"{revision}. Choose another folder, or omit --revision."
+            f"{revision}. Choose another folder, or omit `revision`."
         )
     return dataset
 

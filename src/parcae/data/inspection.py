@@ -25,7 +25,8 @@ from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, SplitDocument
 from parcae.data.shards import Documents, ShardedDocuments
 from parcae.data.sources import Split
 from parcae.files import FileError, write_json
-from parcae.plotting import PALETTE, figure, save
+from parcae.plotting import DARK_GREY, PALETTE, figure, save
+from parcae.schema import require_range
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -114,7 +115,7 @@ def inspect(
     A prepared folder brings its tokenizer. For other documents, `decode` turns ids into text, and
     `bytes_of_token` (bytes of text by id) gives the bytes per token.
     """
-    require(context >= 1, "context", f"{context} is out of range", "It must be >= 1.")
+    require_range("context", context, at_least=1)
     if isinstance(data, str | Path):
         data = ShardedDocuments.open(data, split)
     if isinstance(data, ShardedDocuments):
@@ -195,7 +196,7 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
             heights = 100 * np.histogram(lengths, edges, weights=weights)[0] / weights.sum()
             axes.stairs(heights, edges, fill=True, color=colour, alpha=0.22)
             axes.stairs(heights, edges, color=colour, linewidth=1.8, label=name)
-        axes.axvline(row_tokens, color="#333333", linewidth=1.2, linestyle=(0, (4, 3)))
+        axes.axvline(row_tokens, color=DARK_GREY, linewidth=1.2, linestyle=(0, (4, 3)))
         left, right = min(edges[0], row_tokens / 2), max(edges[-1], row_tokens * 2)
         middle = np.sqrt(left * right)
         axes.annotate(
@@ -206,7 +207,7 @@ def draw_lengths(lengths: np.ndarray, row_tokens: int, path: Path) -> Path:
             textcoords="offset points",
             ha="left" if row_tokens < middle else "right",
             va="top",
-            color="#333333",
+            color=DARK_GREY,
         )
         axes.set(xscale="log", xlim=(left, right), ylim=(0, axes.get_ylim()[1] * 1.1))
         subdivisions = (1.0, 2.0, 5.0) if right < 1000 * left else (1.0,)

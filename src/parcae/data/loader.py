@@ -35,12 +35,12 @@ from parcae.data.order import (
     SourcePosition,
     order_keys,
     plan_steps,
-    read_state,
-    write_state,
+    position_from_json,
+    position_to_json,
 )
 from parcae.data.packing import BUFFER_DOCUMENTS, Method, Packing, documents_as_packed, pack
 from parcae.data.shards import Documents, ShardedDocuments, read_manifest
-from parcae.schema import Settings, setting
+from parcae.schema import Settings, require_range, setting
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ class LoaderConfig(Settings, table="data"):
     global_batch: int = setting(MISSING, "rows per optimiser step, over all ranks", at_least=1)
     seed: int = 0
     packing: Method = "best-fit"
-    split_long: bool = False
+    split_long: bool = True
     """Cut documents longer than a row into pieces that each start with BOS, instead of dropping
-    what best fit crops of them. The paper does not; it matters for books and code."""
+    what best fit crops of them. The paper drops it; that matters for books and code."""
     buffer: int = setting(BUFFER_DOCUMENTS, "documents that best fit chooses from", at_least=1)
     block_documents: int = setting(
         BLOCK_DOCUMENTS, "documents that are shuffled and packed as one block", at_least=1
@@ -163,11 +163,11 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what identifies the data it refers to, as plain JSON."""
-        return write_state(self._identity, self._position)
+        return position_to_json(self._identity, self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was taken; ranks and `prefetch` may differ."""
-        position = read_state(state, self._identity, [plan.blocks for plan in self.plans])
+        position = position_from_json(state, self._identity, [plan.blocks for plan in self.plans])
         self.close()
         self._position = position
 
@@ -219,22 +219,17 @@ def validation_batches(
     batch_rows: int,
     limit: int | None = None,
     packing: Method = "best-fit",
-    split_long: bool = False,
+    split_long: bool = True,
 ) -> Iterator[Batch]:
     """Yield at most `limit` rows, the same at every call: packed in order, not shuffled.
 
     Best fit packs long documents first, so a limit takes evenly spaced rows rather than the first
     ones. The last batch may be smaller.
     """
-    require(
-        context_length >= 1,
-        "context_length",
-        f"{context_length} is out of range",
-        "It must be >= 1.",
-    )
-    require(batch_rows >= 1, "batch_rows", f"{batch_rows} is out of range", "It must be >= 1.")
+    require_range("context_length", context_length, at_least=1)
+    require_range("batch_rows", batch_rows, at_least=1)
     if limit is not None:
-        require(limit >= 1, "limit", f"{limit} is out of range", "It must be >= 1.")
+        require_range("limit", limit, at_least=1)
     documents = documents_as_packed(documents, context_length + 1, split_long, packing)
     packed = pack(documents.lengths, context_length + 1, method=packing)
     if packed.rows == 0:
@@ -274,13 +269,8 @@ def _plain_weight(source: Source) -> float:
 
 
 def _check_ranks(config: LoaderConfig, rank: int, world_size: int) -> None:
-    require(world_size >= 1, "world_size", f"{world_size} is out of range", "It must be >= 1.")
-    require(
-        0 <= rank < world_size,
-        "rank",
-        f"{rank} is out of range",
-        f"It must be >= 0 and < world_size ({world_size}).",
-    )
+    require_range("world_size", world_size, at_least=1)
+    require_range("rank", rank, at_least=0, below=world_size)
     require(
         config.global_batch % world_size == 0,
         "data.global_batch",

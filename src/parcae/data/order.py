@@ -46,7 +46,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
 
-def key(*parts: int | str) -> int:
+def hash64(*parts: int | str) -> int:
     """A 64-bit hash of the parts, such as `key(seed, "rows", epoch, block)`."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -142,7 +142,7 @@ class EpochUse(NamedTuple):
     """What one epoch of a source uses, measured on its first blocks."""
 
     rows: float
-    """Of the whole epoch."""
+    """Rows of the whole epoch."""
     cropped_share: float
     """Share of the tokens that packing crops."""
     leftover_share: float
@@ -207,7 +207,7 @@ class SourcePlan:
         count = len(self.lengths)
         start, end = (block * count // self.blocks, (block + 1) * count // self.blocks)
         return permute(
-            np.arange(start, end), count, key(self.seed, self.order_key, "documents", epoch)
+            np.arange(start, end), count, hash64(self.seed, self.order_key, "documents", epoch)
         )
 
     def block(self, epoch: int, block: int) -> Packing:
@@ -219,7 +219,7 @@ class SourcePlan:
     def row_order(self, epoch: int, block: int, rows: int) -> list[int]:
         """The order in which the rows of a block are read."""
         return permute(
-            np.arange(rows), rows, key(self.seed, self.order_key, "rows", epoch, block)
+            np.arange(rows), rows, hash64(self.seed, self.order_key, "rows", epoch, block)
         ).tolist()
 
     def rows(self, position: SourcePosition) -> Iterator[PlannedRow]:
@@ -283,7 +283,7 @@ def plan_steps(
     while True:
         chosen = next_sources(exact, [p.rows_read for p in positions], global_batch)
         if len(plans) > 1:
-            order = permute(slots, global_batch, key(seed, "mixture", step))
+            order = permute(slots, global_batch, hash64(seed, "mixture", step))
             chosen = [chosen[i] for i in order.tolist()]
         rows = []
         for source in chosen:
@@ -293,7 +293,7 @@ def plan_steps(
         yield PlannedStep(rows, LoaderPosition(step, tuple(positions)))
 
 
-def write_state(identity: Mapping[str, Any], position: LoaderPosition) -> dict[str, Any]:
+def position_to_json(identity: Mapping[str, Any], position: LoaderPosition) -> dict[str, Any]:
     """A loader's state as plain JSON: `identity` and a position."""
     sources = [
         {**source, **reached._asdict()}
@@ -302,7 +302,7 @@ def write_state(identity: Mapping[str, Any], position: LoaderPosition) -> dict[s
     return {**identity, "step": position.step, "sources": sources}
 
 
-def read_state(
+def position_from_json(
     state: Mapping[str, Any], identity: Mapping[str, Any], blocks: Sequence[int]
 ) -> LoaderPosition:
     """The position in a state that has this identity; `blocks` is the blocks of each source."""

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from parcae.config import ConfigError, require
+from parcae.config import require
+from parcae.schema import require_range
 
 if TYPE_CHECKING:
     from parcae.data.shards import Documents
@@ -87,8 +88,8 @@ def pack(
     method: Method = "best-fit",
 ) -> Packing:
     """Pack documents of these lengths, in this order, into rows of `capacity` tokens."""
-    require(capacity >= 1, "capacity", f"{capacity} is out of range", "Use context + 1.")
-    require(buffer >= 1, "buffer", f"{buffer} is out of range", "It must be >= 1.")
+    require_range("capacity", capacity, "Use context + 1.", at_least=1)
+    require_range("buffer", buffer, at_least=1)
     lengths = np.asarray(lengths, dtype=np.int64)
     require(
         len(lengths) == 0 or bool(lengths.min() >= 1),
@@ -200,10 +201,7 @@ class SplitDocuments:
     """
 
     def __init__(self, documents: Documents, longest: int) -> None:
-        if longest < 2:
-            raise ConfigError(
-                f"longest: {longest} is out of range. It must be >= 2; use context + 1."
-            )
+        require_range("longest", longest, "Use context + 1.", at_least=2)
         self._documents = documents
         self._longest = longest
         text = documents.lengths - 1

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parcae.config import require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import (
     BEGINNING,
@@ -63,13 +62,14 @@ from parcae.data.tokenizer import Tokenizer, map_batches
 from parcae.files import (
     FileError,
     WriteError,
-    exclusive,
+    lock_folder,
     read_sealed,
     reading,
     sha256,
     write_json,
     write_sealed,
 )
+from parcae.schema import require_range
 
 PROGRESS = "progress.json"
 LEFTOVER = re.compile(
@@ -131,8 +131,7 @@ class Preparation:
     shard_tokens: int = SHARD_TOKENS
 
     def __post_init__(self) -> None:
-        tokens = self.shard_tokens
-        require(tokens >= 1, "shard_tokens", f"{tokens} is out of range", "It must be >= 1.")
+        require_range("shard_tokens", self.shard_tokens, at_least=1)
 
     @cached_property
     def held_out(self) -> frozenset[bytes]:
@@ -157,7 +156,7 @@ def write_shards(
     """Write the shards and return the manifest; call it again to resume."""
     folder = Path(folder)
     _check_folder(work, folder)
-    with exclusive(folder):
+    with lock_folder(folder):
         if (folder / MANIFEST).exists():
             return _check_finished(work, folder, report)
         state = _begin(work, folder, report)
@@ -308,16 +307,12 @@ def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _identity(work: Preparation, digests: FileDigests, by_name: bool = False) -> str:
-    """sha256 of everything that determines the tokens: the formats of files, not their names.
-
-    `by_name`: as earlier versions computed it, with the names.
-    """
+def _identity(work: Preparation, digests: FileDigests) -> str:
+    """sha256 of everything that determines the tokens: the formats of files, not their names."""
     sources = _sources(work, digests)
-    if not by_name:
-        files = [file for stage in work.corpus.stages for file in stage.files]
-        for source, file in zip(sources, files, strict=True):
-            source["name"] = file.format
+    files = [file for stage in work.corpus.stages for file in stage.files]
+    for source, file in zip(sources, files, strict=True):
+        source["name"] = file.format
     identity = {
         "format": FORMAT,
         "tokenizer": work.tokenizer.sha256,
@@ -347,7 +342,7 @@ def _digests(work: Preparation, known: FileDigests, report: Report) -> FileDiges
 
 
 def _check_identity(folder: Path, existing: str, work: Preparation, digests: FileDigests) -> None:
-    if existing not in (_identity(work, digests), _identity(work, digests, by_name=True)):
+    if existing != _identity(work, digests):
         raise FileError(
             f"{folder}: contains shards of other sources, another tokenizer or other settings. "
             "Choose another folder, or delete this one."

@@ -116,7 +116,7 @@ def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -
 def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
     return (
         f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). "
-        "Convert it, or use --encoding-errors replace."
+        "Convert it, or set `encoding_errors` to replace."
     )
 
 
@@ -205,11 +205,11 @@ def _text_of(line: bytes, options: ReadOptions, location: str) -> str:
 
 def _no_field(location: object, field: str, fields: Any) -> str:
     names = ", ".join(map(str, fields)) or "nothing"
-    return f"{location}: no field {field!r}; it has {names}. Choose one with --text-field."
+    return f"{location}: no field {field!r}; it has {names}. Choose one with `text_field`."
 
 
 def _not_text(what: str, kind: object, others: list[str]) -> str:
-    remedy = f"Choose a text field with --text-field: {', '.join(others)}."
+    remedy = f"Choose a text field with `text_field`: {', '.join(others)}."
     return f"{what} is {kind}, not text. {remedy if others else 'There is no text field.'}"
 
 

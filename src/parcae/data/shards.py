@@ -40,8 +40,8 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.files import (
     FileError,
     atomic_path,
-    inside,
     interpreting,
+    path_inside,
     read_sealed,
     reading,
     sha256,
@@ -237,7 +237,7 @@ class ShardedDocuments:
             remedy = "a larger" if split == "validation" else "more documents or a smaller"
             raise FileError(
                 f"{folder}: no documents in split {split}. Prepare it with {remedy} "
-                "--validation-fraction, or with --validation."
+                "`validation_fraction`, or with `validation`."
             )
         if verify:
             for _ in shards.verify():
@@ -355,7 +355,7 @@ def check_companions(folder: Path, manifest: Manifest) -> None:
 
 def is_intact(folder: Path, record: ShardRecord) -> bool:
     """Whether the shard exists and has its checksum."""
-    path = inside(folder, record.file)
+    path = path_inside(folder, record.file)
     return path.is_file() and sha256(path) == record.sha256
 
 
@@ -363,7 +363,7 @@ def map_shard(
     folder: Path, record: ShardRecord, manifest: Manifest, remedy: str = REMEDY
 ) -> tuple[np.ndarray, np.ndarray]:
     """Memory-mapped tokens, and offsets, of a shard; its size, ends and index are checked."""
-    path = inside(folder, record.file)
+    path = path_inside(folder, record.file)
 
     def require(condition: bool, problem: str) -> None:
         if not condition:

@@ -23,8 +23,9 @@ from typing import IO, Any, Literal, NamedTuple
 
 import zstandard
 
-from parcae.config import ConfigError, require
+from parcae.config import ConfigError
 from parcae.files import FileError, reading, sha256
+from parcae.schema import require_range
 
 Format = Literal["text", "json-lines", "parquet", "python", "topics"]
 
@@ -133,12 +134,7 @@ class Corpus:
     options: ReadOptions = field(default_factory=ReadOptions)
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.validation_fraction < 1,
-            "validation_fraction",
-            f"{self.validation_fraction} is out of range",
-            "It must be >= 0 and < 1.",
-        )
+        require_range("validation_fraction", self.validation_fraction, at_least=0, below=1)
 
     @property
     def bytes(self) -> int:

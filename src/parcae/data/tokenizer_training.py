@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from parcae.data.readers import bytes_read, read_documents
 from parcae.data.sources import ReadOptions, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
+from parcae.schema import require_range
 
 CHARACTERS = 2_000_000_000
 DOCUMENT_CAP = 10_000
@@ -32,7 +32,7 @@ class TextUse:
     document_cap: int
     documents: int = 0
     characters: int = 0
-    """Of the texts that are used."""
+    """Characters of the texts that are used."""
     documents_cut: int = 0
     characters_cut: int = 0
     """Beyond `document_cap`, in the documents that were read."""
@@ -82,12 +82,7 @@ def limit_characters(
 
     `use` counts what is used and what is cut.
     """
-    require(
-        1 <= characters < math.inf,
-        "characters",
-        f"{characters} is out of range",
-        f"It must be >= 1 and finite; the default is {CHARACTERS:,}.",
-    )
+    require_range("characters", characters, f"The default is {CHARACTERS:,}.", at_least=1)
     require(
         document_cap >= 0,
         "document_cap",

@@ -29,17 +29,18 @@ from parcae.evaluation.jobs import (
     summary,
 )
 from parcae.evaluation.metrics import by_loops, credit, mean, means, standard_error, sums
-from parcae.evaluation.prompts import Answer, Prompt, Span, common_prefix, common_suffix, cut_left
+from parcae.evaluation.prompts import Answer, Prompt, Span, common_suffix, cut_left
 from parcae.evaluation.results import Samples, coverage
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.tasks import Baselines, Item, Kind, Task, locate, read_items
 from parcae.files import FileError
+from parcae.infer.rows import common_prefix
 
 SHUFFLE_SEED = 1337
 BLANK_LINE = "\n\n"
 
 
-def shuffled(count: int) -> list[int]:
+def shuffled_order(count: int) -> list[int]:
     """Rows of the file in the order of evaluation."""
     order = list(range(count))
     random.Random(SHUFFLE_SEED).shuffle(order)
@@ -70,7 +71,7 @@ def render(task: Task, item: Item, examples: Sequence[Item]) -> list[str]:
     return texts
 
 
-def tokenised(
+def tokenise_item(
     kind: Kind,
     texts: Sequence[str],
     encode: Callable[[str], list[int]],
@@ -83,11 +84,11 @@ def tokenised(
     sequences = [prefix + encode(text) for text in texts]
     if kind == "language_modeling":
         question, sequences = sequences[0], sequences[1:]
-        start = min(common_prefix([question, *sequences]), len(sequences[0]) - 1)
+        start = min(common_prefix(question, *sequences), len(sequences[0]) - 1)
         is_aligned = start == len(question)
         spans = [Span(start, len(sequences[0]))]
     elif kind == "multiple_choice":
-        start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
+        start = min(common_prefix(*sequences), min(map(len, sequences)) - 1)
         spans = [Span(start, len(tokens)) for tokens in sequences]
     else:
         shared = max(common_suffix(sequences), 1)
@@ -101,7 +102,7 @@ class Questions:
     def __init__(self, task: Task, source: DataFile) -> None:
         self.task, self.source = task, source
         items = read_items(source.path, task.kind)
-        self.rows = shuffled(len(items))
+        self.rows = shuffled_order(len(items))
         """The row of the file of each item."""
         self.items: list[Item] = [items[row] for row in self.rows]
         if task.shots >= len(self.items):
@@ -151,7 +152,7 @@ class InContext(PromptJob):
         return render(self.task, items[index], [items[example] for example in examples])
 
     def prompt(self, index: int, scorer: Scorer) -> Prompt:
-        return tokenised(
+        return tokenise_item(
             self.task.kind, self.texts(index), scorer.encode, scorer.bos, scorer.context_length
         )
 

@@ -17,18 +17,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from parcae import console
 from parcae.config import ConfigError, require
-from parcae.evaluation.branches import batches
+from parcae.device import is_available
 from parcae.evaluation.prompts import Answer, Prompt, Span, continuations, windows
 from parcae.evaluation.scorer import LoopedScorer, is_transformers_model, open_scorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.infer.engine import Engine
 
-NEW_TOKENS = 256
+MAX_NEW_TOKENS = 256
 """The harness's default for tasks that set no limit."""
 LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the limit in tasks; the first that is set counts."""
@@ -123,7 +123,7 @@ class ParcaeLM(LM):
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         engine = self._engine = self._engine or Engine(
-            self.scorer.model, self.scorer.tokenizer, rows=self.rows
+            self.scorer.model, self.scorer.tokenizer, max_batch_size=self.rows
         )
         repeats = Counter[str]()
         generations = []
@@ -132,7 +132,7 @@ class ParcaeLM(LM):
             generations.append(self._generation(engine, context, options, repeats[context]))
             repeats[context] += 1
         with console.progress() as display:
-            total = sum(generation.new_tokens for generation in generations)
+            total = sum(generation.max_new_tokens for generation in generations)
             bar = display.add_task("generating", total=total)
             completions = engine.complete(generations, lambda n: display.advance(bar, n))
         texts = [completion.text or "" for completion in completions]
@@ -149,7 +149,7 @@ class ParcaeLM(LM):
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else [stop for stop in until if stop]
         limits = [options.pop(name, None) for name in LIMIT_NAMES]
-        new_tokens = int(next((limit for limit in limits if limit is not None), NEW_TOKENS))
+        max_new_tokens = int(next((limit for limit in limits if limit is not None), MAX_NEW_TOKENS))
         sample = bool(options.pop("do_sample", options.get("temperature", 0)))
         temperature = float(options.pop("temperature", 1.0)) if sample else 0.0
         known = {key: options.pop(key) for key in ("top_p", "top_k", "min_p") if key in options}
@@ -161,13 +161,13 @@ class ParcaeLM(LM):
                 "the task."
             )
         limit = self.scorer.context_length
-        room = limit - new_tokens
-        problem = f"{new_tokens} leave no room for a prompt in a context of {limit} tokens"
+        room = limit - max_new_tokens
+        problem = f"{max_new_tokens} leave no room for a prompt in a context of {limit} tokens"
         require(room > 0, "max_gen_toks", problem, "Use --gen_kwargs max_gen_toks=32.")
         tokens = list(engine.encode(context))
         return engine.request(
             tokens[-room:],
-            new_tokens=new_tokens,
+            max_new_tokens=max_new_tokens,
             loops=self.loops,
             exit=self.exit,
             temperature=temperature,
@@ -213,6 +213,6 @@ def _seed(context: str, repeat: int) -> int:
 
 def _available(device: str | None) -> str:
     """The harness's default device is cuda, also where there is none."""
-    if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
-        return "cpu"
+    if device is None or (device.startswith("cuda") and not is_available("cuda")):
+        return "auto"
     return device

@@ -21,6 +21,7 @@ from parcae.config import ConfigError, require
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import read_predictions
 from parcae.files import FileError
+from parcae.schema import require_range
 
 BATCH_TOKENS = 4096
 MAX_CONTEXT = 1 << 20
@@ -51,7 +52,7 @@ class HFScorer:
         context_length: int | None = None,
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        require(batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
+        require_range("batch_tokens", batch_tokens, at_least=1)
         self.model, self.tokenizer = model.eval(), tokenizer
         self.name, self.identity, self.batch_tokens = name, identity, batch_tokens
         self.context_length = context_length or _context_length(model, tokenizer)
@@ -92,7 +93,7 @@ class HFScorer:
             if not trust_remote_code and "trust_remote_code" in str(error):
                 raise ConfigError(
                     f"{name}: the model comes with Python code of its own, which is not run. "
-                    "Read the code, then allow it with --trust-remote-code."
+                    "Read the code, then allow it with `trust_remote_code`."
                 ) from None
             reason = str(error).strip().split("\n")[0]
             raise FileError(
@@ -222,5 +223,5 @@ def _context_length(model: Any, tokenizer: Any) -> int:
     known = (getattr(model.config, name, None) for name in names)
     limits = [limit for limit in (*known, tokenizer.model_max_length) if isinstance(limit, int)]
     limits = [limit for limit in limits if 0 < limit < MAX_CONTEXT]
-    require(bool(limits), "context_length", "the model states none", "Give --context-length.")
+    require(bool(limits), "context_length", "the model states none", "Give `context_length`.")
     return min(limits)

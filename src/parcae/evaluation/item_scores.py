@@ -33,7 +33,7 @@ class Key(NamedTuple):
     data: str
     seed: int | None
     number: int
-    """Of the question, the document, or the batch of rows."""
+    """Number of the question, the document, or the batch of rows."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Evaluation:
     items: Mapping[str, Mapping[Key, ItemScore]]
     """By task."""
     suites: Mapping[str, Any]
-    """Of the last evaluation, as in result.json."""
+    """Results of the last evaluation, as in result.json."""
     mean_loops: int | None = None
     """In training; None where it is not recorded."""
 

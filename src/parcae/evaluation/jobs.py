@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from parcae.data.sources import ReadOptions
-from parcae.evaluation.branches import batches
 from parcae.evaluation.metrics import mean
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.shared_prefix import batches
 from parcae.files import reading, sha256, to_json
 
 Record = dict[str, Any]
@@ -47,7 +47,7 @@ class Job(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """Of the few-shot examples; None where nothing is drawn."""
+        """Seed of the few-shot examples; None where nothing is drawn."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class DataFile:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the uncompressed content: a file and its .gz are the same data."""
+        """Checksum of the uncompressed content: a file and its .gz are the same data."""
         if self.path.suffix != ".gz":
             return sha256(self.path)
         with reading(self.path), gzip.open(self.path) as stream:

@@ -32,9 +32,9 @@ from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
 from parcae.data.shards import read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
-from parcae.evaluation.metrics import bits_per_byte, finite, perplexity
+from parcae.evaluation.metrics import bits_per_byte, perplexity
 from parcae.evaluation.scorer import LoopedScorer, Scorer
-from parcae.files import FileError
+from parcae.files import FileError, nan_to_none
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
 from parcae.model.initial_state import seeded_state
@@ -43,7 +43,7 @@ from parcae.runs.layout import RECIPE_FILE, shard_folders
 
 BATCH_ROWS = 8
 """Rows of an item of `val`: the loss is computed for all of them together."""
-VAL_REMEDY = "Give a file of held-out texts with --val-data."
+VAL_REMEDY = "Give a file of held-out texts with `val_data`."
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Loss:
     """Nats per token."""
     perplexity: float
     bits_per_byte: float | None
-    """Of the targets that stand for text; None without a table of bytes or such targets."""
+    """Over the targets that stand for text; None without a table of bytes or such targets."""
 
 
 LossByLoops = dict[int, Loss]
@@ -180,7 +180,7 @@ class HeldOutRows:
         """`batches` returns the same batches whenever it is called."""
         self.batches, self.bytes_of_token = batches, bytes_of_token
         self.rows: list[int] = []
-        """Of each batch."""
+        """Rows of each batch."""
         self.positions = 0
         digest = hashlib.sha256()
         for batch in batches():
@@ -232,7 +232,7 @@ class HeldOutRows:
         tokens = sum(record["tokens"] for record in records)
         sizes = [record["bytes"] for record in records]
         loss = _finish(nats, text_nats, tokens, math.nan if None in sizes else sum(sizes))
-        return {name: finite(value) for name, value in asdict(loss).items()}
+        return nan_to_none(asdict(loss))
 
 
 def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> HeldOutRows:

@@ -24,13 +24,8 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """Of a text of `size` bytes with the loss `nats` in total."""
+    """Bits per byte of a text of `size` bytes with the loss `nats` in total."""
     return nats / math.log(2) / size
-
-
-def finite(value: float | None) -> float | None:
-    """None for inf and NaN, which JSON has not."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def sums(answer: Answer) -> list[float]:
@@ -61,7 +56,7 @@ def mean(numbers: Sequence[float]) -> float:
 
 
 def standard_error(numbers: Sequence[float]) -> float | None:
-    """Of the mean; None for a single number."""
+    """Standard error of the mean; None for a single number."""
     count = len(numbers)
     if count < 2:
         return None
@@ -77,11 +72,3 @@ def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float |
         return quotient, None
     squares = sum((v - quotient * s) ** 2 for v, s in zip(values, sizes, strict=True))
     return quotient, (squares * count / (count - 1)) ** 0.5 / total
-
-
-def sign_test(better_a: int, better_b: int) -> float:
-    """The two-sided p-value of an exact sign test; 1 without any difference."""
-    from scipy.stats import binomtest  # slow to import
-
-    count = better_a + better_b
-    return float(binomtest(better_a, count).pvalue) if count else 1.0

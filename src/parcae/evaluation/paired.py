@@ -17,7 +17,7 @@ from typing import Any
 
 from parcae.config import ConfigError
 from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
-from parcae.evaluation.metrics import mean, ratio, sign_test, standard_error
+from parcae.evaluation.metrics import mean, ratio, standard_error
 from parcae.evaluation.results import EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.evaluation.tasks import centre
@@ -25,7 +25,7 @@ from parcae.files import FileError
 
 Pair = tuple[ItemScore, ItemScore]
 Loops = tuple[int, int]
-"""Of A and of B."""
+"""Loops of A and of B."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _each(a: Evaluation, b: Evaluation) -> list[Loops]:
         return [(s, t) for s in a.loops for t in b.loops]
     if common := [t for t in a.loops if t in b.loops]:
         return [(t, t) for t in common]
-    raise ConfigError("loops: A and B were scored at no common number. Choose with --loops A,B.")
+    raise ConfigError("loops: A and B were scored at no common number. Choose two with `loops`.")
 
 
 def compare_at(a: Evaluation, b: Evaluation, loops: Loops) -> dict[str, Any]:
@@ -338,10 +338,18 @@ def _at(by_depth: Sequence[float | None] | None, depth_index: int) -> float:
     value = by_depth[depth_index] if by_depth else None
     if value is None:
         raise ConfigError(
-            "loops: a model diverged at this number of loops. Choose fewer loops with --loops."
+            "loops: a model diverged at this number of loops. Choose fewer with `loops`."
         )
     return value
 
 
 def _task_names(evaluation: Evaluation) -> str:
     return ", ".join(evaluation.items) or "no items"
+
+
+def sign_test(better_a: int, better_b: int) -> float:
+    """The two-sided p-value of an exact sign test; 1 without any difference."""
+    from scipy.stats import binomtest  # slow to import
+
+    count = better_a + better_b
+    return float(binomtest(better_a, count).pvalue) if count else 1.0

@@ -28,7 +28,6 @@ from parcae.evaluation.jobs import (
 )
 from parcae.evaluation.metrics import (
     bits_per_byte,
-    finite,
     mean,
     perplexity,
     standard_error,
@@ -38,7 +37,7 @@ from parcae.evaluation.prompts import Answer, Prompt, Span, Window, continuation
 from parcae.evaluation.results import Samples, job_result
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.tasks import Fields, find, read_lines
-from parcae.files import FileError, reading
+from parcae.files import FileError, nan_to_none, reading
 
 LAMBADA_FILE = "language_understanding/lambada_openai.jsonl"
 WIKITEXT_FILES = tuple(
@@ -115,7 +114,7 @@ class Passages(PromptJob):
         return {
             "accuracy": mean(right),
             "standard_error": standard_error(right),
-            "perplexity": finite(perplexity(nats)),
+            "perplexity": nan_to_none(perplexity(nats)),
         }
 
 
@@ -174,9 +173,9 @@ class RunningText(PromptJob):
         )
         return {
             "loss": nats / tokens,
-            "perplexity": finite(perplexity(nats / tokens)),
-            "word_perplexity": finite(perplexity(nats / words)),
-            "byte_perplexity": finite(perplexity(nats / size)),
+            "perplexity": nan_to_none(perplexity(nats / tokens)),
+            "word_perplexity": nan_to_none(perplexity(nats / words)),
+            "byte_perplexity": nan_to_none(perplexity(nats / size)),
             "bits_per_byte": bits_per_byte(nats, size),
         }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from parcae.config import require
+from parcae.infer.rows import common_prefix
 
 if TYPE_CHECKING:
     from parcae.evaluation.scorer import Scorer
@@ -32,7 +33,7 @@ class Prompt:
     sequences: tuple[tuple[int, ...], ...]
     spans: tuple[Span, ...]
     lengths: tuple[int, ...]
-    """Of the sequences before tokens were dropped on the left."""
+    """Lengths of the sequences before tokens were dropped on the left."""
     lost: int = 0
     """Tokens dropped from a span, for the alternative that lost most."""
     is_aligned: bool = True
@@ -77,19 +78,9 @@ def cut_left(sequences: Sequence[Sequence[int]], spans: Sequence[Span], context:
     return Prompt(tuple(kept), tuple(moved), tuple(map(len, sequences)), lost)
 
 
-def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
-    """The number of tokens that all sequences begin with."""
-    shortest = min(map(len, sequences))
-    first = sequences[0]
-    for index in range(shortest):
-        if any(other[index] != first[index] for other in sequences[1:]):
-            return index
-    return shortest
-
-
 def common_suffix(sequences: Sequence[Sequence[int]]) -> int:
     """The number of tokens that all sequences end with."""
-    return common_prefix([sequence[::-1] for sequence in sequences])
+    return common_prefix(*(sequence[::-1] for sequence in sequences))
 
 
 def continuations(context: str, texts: Sequence[str], scorer: Scorer) -> Prompt:

@@ -54,15 +54,15 @@ class EvaluationResult:
     state: str
     context_length: int
     limit: int | None
-    eval_data: str | None
+    task_data: str | None
     suites: dict[str, dict[str, Any]]
     """By suite: `by_loops` has the metrics at each number of loops (as text; None where the model
     diverged), `tasks` the same of each task (None where its data is missing)."""
     seconds: float
     mean_loops: int | None = None
-    """Of the model's training; None without a loop, and in results of earlier versions."""
+    """The mean in training; None for a model without a loop."""
     folder: Path | None = field(default=None, compare=False)
-    """Of the files; None where nothing was written."""
+    """Where the files are; None where nothing was written."""
     records: tuple[Record, ...] = field(default=(), compare=False, repr=False)
     """The samples, where nothing was written."""
 
@@ -81,7 +81,7 @@ class EvaluationResult:
             "state": self.state,
             "context_length": self.context_length,
             "limit": self.limit,
-            "eval_data": self.eval_data,
+            "task_data": self.task_data,
             "suites": self.suites,
             "seconds": self.seconds,
         }
@@ -132,7 +132,7 @@ class Samples:
         settings = dict(settings)
         if folder is None or self.path is None:
             return
-        remedy = "Choose another folder with --out, or drop its results with --overwrite."
+        remedy = "Choose another folder with `out`, or drop its results with `overwrite`."
         if overwrite:
             with writing(self.path):
                 self.path.unlink(missing_ok=True)

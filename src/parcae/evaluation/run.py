@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,11 +22,12 @@ from parcae.evaluation.scorer import Scorer, State, open_scorer
 from parcae.evaluation.suites import SEEDS, SUITES, Suite, SuiteOptions, check_data, check_suites
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
-from parcae.files import exclusive, write_json, writing
+from parcae.files import lock_folder, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
 from parcae.runs.layout import EVALUATION_FOLDER
+from parcae.schema import require_range
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from parcae.data.tokenizer import Tokenizer
 
 FORMAT = 4
-"""Of the samples; changes with what they hold."""
+"""Version of samples.jsonl; raise it when its contents change."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,10 @@ class Progress:
     """The job being scored, with its seed; empty before the first one."""
     items_done: int = 0
     items: int = 0
-    """Of this job."""
+    """Items of this job."""
     tokens_done: int = 0
     tokens: int = 0
-    """Of all jobs, estimated."""
+    """Tokens of all jobs, estimated."""
     unit: tuple[str, str] = ("item", "items")
     """What an item is: one, several."""
 
@@ -109,7 +111,8 @@ def evaluate(
         best: Evaluate the checkpoint of a run with the lowest validation loss, not the newest.
         batch_tokens: Tokens scored at a time. Default: chosen for the device.
         context_length: Tokens the model reads at a time. Default: its context length.
-        device: Where the model runs. Default: cpu, or where a model in memory is.
+        device: Where the model runs. Default: CUDA where it is available, else the CPU; a model in
+            memory stays where it is.
         trust_remote_code: Run the Python code that comes with a transformers model. Default: such a
             model is refused.
         overwrite: Drop earlier results in `out`.
@@ -120,12 +123,17 @@ def evaluate(
     """
     start = time.monotonic()
     names = check_suites([suites] if isinstance(suites, str) else suites)
-    require(limit is None or limit >= 1, "limit", f"{limit}", "It must be >= 1.")
+    if limit is not None:
+        require_range("limit", limit, at_least=1)
     require(
         baselines in BASELINES, "baselines", f"{baselines!r}", f"Known: {', '.join(BASELINES)}."
     )
-    cut = {"separator": separator, "document_start": document_start, "text_field": text_field}
-    for name, value in cut.items():
+    read_settings = {
+        "separator": separator,
+        "document_start": document_start,
+        "text_field": text_field,
+    }
+    for name, value in read_settings.items():
         require(
             value is None or val_data is not None,
             name,
@@ -159,10 +167,18 @@ def evaluate(
     )
     report = progress or (lambda _: None)
     report(Progress(scorer.name, scorer.is_looped, scorer.loops))
-    if out is None:
-        return _evaluate(scorer, names, options, state, None, False, report, start)
-    with exclusive(out):
-        return _evaluate(scorer, names, options, state, Path(out), overwrite, report, start)
+    folder = None if out is None else Path(out)
+    with nullcontext() if folder is None else lock_folder(folder):
+        return _evaluate(
+            scorer,
+            names,
+            options,
+            state=state,
+            folder=folder,
+            overwrite=overwrite and folder is not None,
+            report=report,
+            start=start,
+        )
 
 
 def default_folder(model: str | Path) -> Path:
@@ -175,6 +191,7 @@ def _evaluate(
     scorer: Scorer,
     names: Sequence[str],
     options: SuiteOptions,
+    *,
     state: State,
     folder: Path | None,
     overwrite: bool,
@@ -205,7 +222,7 @@ def _evaluate(
         state=state,
         context_length=scorer.context_length,
         limit=options.limit,
-        eval_data=None if options.data is None else str(options.data),
+        task_data=None if options.data is None else str(options.data),
         suites={name: suite.result(samples, loops) for name, suite in suites.items()},
         seconds=round(time.monotonic() - start, 1),
         mean_loops=scorer.mean_loops,
@@ -233,17 +250,17 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
     costs = [job.cost(scorer) for job, *_ in parts]
     tokens = round(sum(cost * len(job) for cost, (job, *_) in zip(costs, parts, strict=True)))
     tokens_done = 0.0
-    for (job, part, items), cost in zip(parts, costs, strict=True):
+    for (job, scorer_at_loops, items), cost in zip(parts, costs, strict=True):
         label = job.name if job.seed is None else f"{job.name}, seed {job.seed}"
         items_done = 0
-        for count in score_job(job, part, samples, items):
+        for count in score_job(job, scorer_at_loops, samples, items):
             items_done += count
             tokens_done += count * cost
             report(
                 Progress(
                     scorer.name,
                     scorer.is_looped,
-                    part.loops,
+                    scorer_at_loops.loops,
                     label,
                     items_done,
                     len(job),
@@ -257,7 +274,7 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
 
 def score_job(job: Job, scorer: Scorer, samples: Samples, items: Collection[int]) -> Iterator[int]:
     """Score some items of a job; yield the number of items of each batch, scored or not."""
-    yield 0
+    yield 0  # the label is shown before the first batch
     for count, records in job.score(scorer, lambda index: index not in items):
         if new := {index: record for index, record in records.items() if index in items}:
             samples.add(job, new, scorer.loops)

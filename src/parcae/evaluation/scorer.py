@@ -23,8 +23,10 @@ from torch import Tensor, nn
 
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.branches import Branches, PromptBatch, Scratch, bundles
+from parcae.device import find_device
 from parcae.evaluation.prompts import Answer, Prompt
+from parcae.evaluation.shared_prefix import NoCache, PromptBatch, SharedPrefixBatch, prefix_groups
+from parcae.evaluation.suites import CPU_BATCH_TOKENS, DEVICE_BATCH_TOKENS
 from parcae.files import FileError, read_json
 from parcae.infer.layers import FoldedModel, without_autocast
 from parcae.infer.network import TorchNetwork
@@ -38,12 +40,10 @@ from parcae.model.looped import LoopedModel
 from parcae.model.release_format import is_release
 from parcae.model.store import FORMAT
 from parcae.runs import open_checkpoint
+from parcae.schema import require_range
 
 State = Literal["zero", "like-init"]
 
-BATCH_TOKENS = {"cpu": 1024}
-"""Small enough that the activations of one layer stay in a core's cache."""
-BATCH_TOKENS_ON_DEVICE = 32_768
 MAX_LOGITS = 1 << 25
 """Logits in memory at once while predictions are read."""
 
@@ -109,9 +109,9 @@ class LoopedScorer:
         if not self.is_looped:
             self.loops = (1,)
         self.first_loops = self.loops[0]
-        default = BATCH_TOKENS.get(model.device.type, BATCH_TOKENS_ON_DEVICE)
+        default = CPU_BATCH_TOKENS if model.device.type == "cpu" else DEVICE_BATCH_TOKENS
         self.batch_tokens = default if batch_tokens is None else batch_tokens
-        require(self.batch_tokens >= 1, "batch_tokens", f"{batch_tokens}", "It must be >= 1.")
+        require_range("batch_tokens", self.batch_tokens, at_least=1)
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
@@ -132,7 +132,7 @@ class LoopedScorer:
         return self.tokenizer.encode(text)
 
     def cost(self, prompt: Prompt) -> int:
-        return sum(bundle.size for bundle, _ in bundles(prompt))
+        return sum(group.size for group, _ in prefix_groups(prompt))
 
     def score(
         self, prompts: Sequence[Prompt], seeds: Sequence[int] | None = None
@@ -149,17 +149,17 @@ class LoopedScorer:
         """Losses and likeliest tokens [targets], at each depth."""
         network = self.network
         device = network.model.device
-        tokens: Any = Branches(batch.bundles, device)
-        scratch: Any = Scratch(network.model.layout)
+        tokens = SharedPrefixBatch(batch.groups, device)
+        no_cache = NoCache(network.model.layout)
         targets = torch.tensor(batch.targets, device=device)
         predictors = torch.tensor(batch.predictors, device=device)
-        drive = network.begin(tokens, scratch)
+        drive = network.run_prelude(tokens, no_cache)
         h = self._initial_state(batch, drive, seeds)
         predictions, done = [], 0
         for depth in self.loops:
-            h = network.loop(h, drive, tokens, scratch, range(done + 1, depth + 1))
+            h = network.run_loops(h, drive, tokens, no_cache, range(done + 1, depth + 1))
             done = depth
-            x = network.read(h, tokens, scratch)[predictors]
+            x = network.run_coda(h, tokens, no_cache)[predictors]
             predictions.append(self._read(x, targets, depth))
         return predictions
 
@@ -185,8 +185,8 @@ class LoopedScorer:
         require(seeds is not None, "seeds", "state like-init needs them", remedy)
         assert seeds is not None
         states = []
-        for owner, bundle in zip(batch.owners, batch.bundles, strict=True):
-            positions = bundle.positions
+        for owner, group in zip(batch.owners, batch.groups, strict=True):
+            positions = group.positions
             state = seeded_state(max(positions) + 1, drive.shape[1], seeds[owner])
             states.append(state[torch.tensor(positions)])
         return torch.cat(states).to(drive)
@@ -201,7 +201,7 @@ def read_predictions(
     for part, expected in zip(x.split(rows), targets.split(rows), strict=True):
         predicted = logits(part).float()
         check_logits(predicted)
-        losses = F.cross_entropy(predicted, expected, reduction="none").double().cpu()
+        losses = F.cross_entropy(predicted, expected, reduction="none").cpu().double()
         if not losses.isfinite().all():
             raise NonFiniteLogits("logits: minus infinity for a scored token.")
         nats.append(losses)
@@ -225,12 +225,14 @@ def open_scorer(
     model by its folder or its name on the hub, or a parcae model in memory with its tokenizer.
 
     `loops`: numbers of loops to score at (default: the mean in training). `context`: tokens read at
-    a time (default: the model's context length). `device`: default cpu, or where the model is.
+    a time (default: the model's context length). `device`: default auto (CUDA where it
+    is available, else the CPU), or where the model is.
     `trust_remote_code`: run the Python code that comes with a transformers model.
     """
-    require(context is None or context >= 2, "context", f"{context} is too few", "Use at least 2.")
-    if device is not None:
-        _check_device(device)
+    if context is not None:
+        require_range("context", context, at_least=2)
+    if device is not None or not isinstance(model, LanguageModel):
+        device = find_device("auto" if device is None else device)
     options: dict[str, Any] = {"state": state, "batch_tokens": batch_tokens, "context": context}
     if isinstance(model, LanguageModel):
         remedy = "Give it by tokenizer=, as a Tokenizer or a path."
@@ -255,8 +257,9 @@ def open_scorer(
             raise ConfigError(f"{key}: {model} has no loop. Omit this setting.")
         require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
         require(not best, "best", f"{model} is not a run", "Omit this setting.")
+        assert device is not None
         return _open_transformers_model(
-            str(model), device or "cpu", batch_tokens, context, trust_remote_code
+            str(model), device, batch_tokens, context, trust_remote_code
         )
     require(
         not trust_remote_code,
@@ -269,9 +272,9 @@ def open_scorer(
             f"{model}: no such folder. Give the folder of a model, a run or a checkpoint, or the "
             "full name of a model on the hub, such as openai-community/gpt2."
         )
-    checkpoint = open_checkpoint(model, tokenizer, best)
+    checkpoint = open_checkpoint(model, tokenizer=tokenizer, best=best)
     return LoopedScorer(
-        checkpoint.model.to(device or "cpu"),
+        checkpoint.model.to(device),
         checkpoint.tokenizer,
         loops,
         name=str(checkpoint.folder),
@@ -295,14 +298,6 @@ def _open_transformers_model(
     )
     scorer.identity = f"{fingerprint(scorer.model)} {tokenizer_fingerprint(scorer.tokenizer)}"
     return scorer
-
-
-def _check_device(device: str | torch.device) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise ConfigError(f"device: {device} cannot be used here ({reason}). Use cpu.") from None
 
 
 def is_transformers_model(name: str | Path) -> bool:

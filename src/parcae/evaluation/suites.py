@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 
 SEEDS = (1234, 2345, 3456)
-"""Of the few-shot examples, by default."""
+"""Default seeds of the few-shot examples."""
+CPU_BATCH_TOKENS, DEVICE_BATCH_TOKENS = 1024, 32_768
+"""Tokens scored at a time; on a CPU the activations of a layer stay in a core's cache."""
 
 
 class Suite(Protocol):
@@ -185,12 +187,12 @@ def check_data(names: Sequence[str], folder: Path | None) -> None:
         return
     if folder is None:
         raise ConfigError(
-            f"task-data: {', '.join(reading)} need task files. Give their folder with --task-data; "
+            f"task_data: {', '.join(reading)} need task files. Give their folder with `task_data`; "
             "`parcae data download core --out FOLDER` creates one."
         )
     if not folder.is_dir():
         raise FileError(
-            f"{folder}: no such folder. Give the folder of task files with --task-data."
+            f"{folder}: no such folder. Give the folder of task files with `task_data`."
         )
 
 

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from parcae.config import ConfigError
 from parcae.data.downloads import RemoteFile, Report, fetch, is_intact
-from parcae.files import FileError, exclusive, reading
+from parcae.files import FileError, lock_folder, reading
 from parcae.recipe import suggest
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Task:
     stand_in: str | None
     """A part or a reconstruction of the data, used where `file` is missing."""
     sha256: str | None
-    """Of `file`, uncompressed; None if unknown."""
+    """Checksum of `file`, uncompressed; None if unknown."""
     bytes: int | None
     """Size of `file`, uncompressed; None if unknown."""
 
@@ -111,7 +111,7 @@ def locate(task: Task, folder: Path) -> Path | None:
     """The path of the task's file, or else of its stand-in; None if both are missing."""
     if not folder.is_dir():
         raise FileError(
-            f"{folder}: no such folder. Give the folder of task files with --task-data."
+            f"{folder}: no such folder. Give the folder of task files with `task_data`."
         )
     for name in (task.file, task.stand_in):
         if name is not None and (path := find(folder, name)):
@@ -303,7 +303,7 @@ def download_tasks(
     address = urlsplit(collection)
     if address.scheme not in ("http", "https") or not address.hostname:
         raise ConfigError(f"mirror: {collection!r} is not an http(s) address such as {COLLECTION}.")
-    with exclusive(folder):
+    with lock_folder(folder):
         _refuse_other_files(files, folder)
         for file in files:
             url = f"{collection.rstrip('/')}/{file.path}"

@@ -167,18 +167,18 @@ class Experiment(ABC):
 
 def training_record(folder: Path) -> Row:
     """Status, held-out losses by number of loops, spikes, and curves over training of a run."""
-    result = read_result(folder) or {}
+    result = read_result(folder)
     metrics = read_metrics(folder)
     training, telemetry = metrics.get("train", []), metrics.get("telemetry", [])
-    losses = {t: v["loss"] for t, v in result.get("validation", {}).items()}
-    diverged = result.get("status") == "diverged"
+    losses = {} if result is None else {str(t): loss for t, loss in result.losses.items()}
+    diverged = result is not None and result.status == "diverged"
     return {
-        "status": result.get("status"),
-        "parameters": result.get("parameters"),
-        "tokens": result.get("tokens"),
-        "flops": result.get("flops"),
+        "status": getattr(result, "status", None),
+        "parameters": getattr(result, "parameters", None),
+        "tokens": getattr(result, "tokens", None),
+        "flops": getattr(result, "flops", None),
         "losses": {} if diverged else losses,
-        "spikes": result.get("spikes"),
+        "spikes": getattr(result, "spikes", None),
         "training": _curve(training, ("loss",)),
         "telemetry": _curve(
             telemetry,

@@ -20,7 +20,7 @@ import numpy as np
 
 from parcae.config import ModelConfig
 from parcae.laws.forms import TRAINING, UNIFIED
-from parcae.laws.model_runs import points
+from parcae.laws.model_runs import make_points
 from parcae.laws.table import SETS, Table, table_from_rows
 from parcae.model import flops
 from parcae.presets import preset
@@ -138,7 +138,7 @@ def _run(
     noise: float,
 ) -> Iterator[dict[str, Any]]:
     size, per_token = cost(model, loops)
-    at = points(
+    at = make_points(
         loss=np.ones(len(depths)),
         effective_params=size,
         tokens=tokens,

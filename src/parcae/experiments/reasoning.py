@@ -69,11 +69,11 @@ class Reasoning(Experiment):
 
     def measure(self, run: Run, store: Store) -> Row:
         task, folder = TASKS[run.labels["task"]], store.folder(run)
-        result = read_result(folder) or {}
+        result = read_result(folder)
         loops = LOOPS if run.labels["model"] == "looped" else (1,)
         return {
-            "status": result.get("status"),
-            "parameters": result.get("parameters"),
+            "status": getattr(result, "status", None),
+            "parameters": getattr(result, "parameters", None),
             "accuracy": {
                 str(depth): {str(level): round(share, 4) for level, share in by_level.items()}
                 for depth, by_level in accuracies(load(folder), task, loops).items()

@@ -22,7 +22,7 @@ from parcae.data.shards import MANIFEST
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.experiments.experiment import Run
 from parcae.experiments.tasks import PREFIX
-from parcae.files import FileError, exclusive, read_json, write_json, write_text
+from parcae.files import FileError, lock_folder, read_json, write_json, write_text
 from parcae.machine import StopSignals, cpu_seconds
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
@@ -30,7 +30,7 @@ from parcae.runs.layout import TOKENIZER_FILE
 from parcae.sweeps.launch import LocalWorkers, environments, visible_devices
 from parcae.sweeps.slurm import SlurmConfig, job_states, submit
 from parcae.sweeps.worker import RunRequest
-from parcae.training.settings import Recipe, plain_recipe
+from parcae.training.settings import Recipe, recipe_to_dict
 
 TEXT_PREFIX = "text:"
 TEXTS = {
@@ -61,7 +61,8 @@ class Store:
         """Processor time of a run; where it is unknown, the time it took."""
         seconds = self._cpu().get(run.key)
         if seconds is None:
-            return (read_result(self.folder(run)) or {}).get("seconds", 0.0) / 60
+            result = read_result(self.folder(run))
+            return 0.0 if result is None else result.seconds / 60
         return sum(seconds.values()) / 60
 
     def train(self, runs: Iterable[Run], workers: int, ended: Ended) -> bool:
@@ -71,7 +72,7 @@ class Store:
             return False
         by_key = {run.key: run for run in to_do}
         pool = LocalWorkers(workers, environments(workers, visible_devices()))
-        with exclusive(self.path), StopSignals() as stop:
+        with lock_folder(self.path), StopSignals() as stop:
             observer = _Observer(self, pool, by_key, ended)
             pool.run([self._request(run) for run in to_do], observer, stop)
             return stop.asked
@@ -96,7 +97,7 @@ class Store:
         for run in to_do:
             path = self._request(run).recipe
             if not path.exists():
-                write_text(path, write_toml(plain_recipe(self._with_data(run.recipe))))
+                write_text(path, write_toml(recipe_to_dict(self._with_data(run.recipe))))
         return to_do
 
     def _request(self, run: Run) -> RunRequest:

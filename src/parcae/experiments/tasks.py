@@ -13,6 +13,7 @@ like any other; `python -m parcae.experiments.tasks train RECIPE --out RUN` does
 
 from __future__ import annotations
 
+import argparse
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -26,17 +27,18 @@ import torch
 
 from parcae.config import ConfigError
 from parcae.data.loader import Batch
-from parcae.files import exclusive, write_text
-from parcae.machine import keep_freed_memory
+from parcae.files import lock_folder, write_text
+from parcae.machine import SpinLimiter, keep_freed_memory
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.recipe import write_toml
+from parcae.runs import TrainResult
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.schema import suggest
-from parcae.training.distributed import Workers, deterministic, find_device
+from parcae.training.distributed import Workers, deterministic, training_device
 from parcae.training.learner import Learner
 from parcae.training.log import Display
 from parcae.training.run import read_recipe
-from parcae.training.settings import Recipe, plain_recipe, recipe_from_file
+from parcae.training.settings import Recipe, recipe_from_file, recipe_to_dict
 from parcae.training.trainer import Trainer
 
 PREFIX = "task:"
@@ -266,17 +268,19 @@ class TaskLoader:
         pass
 
 
-def train_task(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
+def train_task(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
     """`parcae.train` for a recipe whose source is a task; on one device."""
     task = find_task(recipe.data.sources[0])
     keep_freed_memory()
     with ExitStack() as stack:
-        workers = Workers(find_device(recipe.run.device))
+        stack.enter_context(SpinLimiter())
+        workers = Workers(training_device(recipe.run.device))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
-        stack.enter_context(exclusive(out))
+        stack.enter_context(lock_folder(out))
         if not resume:
             _start(out, recipe)
         learner = Learner(recipe, workers, TaskData(task))
+        stack.callback(learner.close)
         trainer = Trainer(recipe, out, workers, learner, Display(True))
         stack.callback(trainer.close)
         if resume:
@@ -287,7 +291,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any
 def _start(run: Path, recipe: Recipe) -> None:
     if (run / METRICS_FILE).exists():
         raise ConfigError(f"{run}: exists and holds a run. Resume it, or use another folder.")
-    write_text(run / RECIPE_FILE, write_toml(plain_recipe(recipe)))
+    write_text(run / RECIPE_FILE, write_toml(recipe_to_dict(recipe)))
 
 
 @torch.no_grad()
@@ -309,12 +313,17 @@ def accuracies(
 
 def main(arguments: Sequence[str]) -> int:
     """`train RECIPE --out RUN` or `train --resume RUN`: the command line of `parcae train`."""
-    if arguments[1] == "--resume":
-        run = Path(arguments[2])
-        result = train_task(read_recipe(run), run, resume=True)
+    parser = argparse.ArgumentParser(prog="python -m parcae.experiments.tasks")
+    train = parser.add_subparsers(required=True).add_parser("train")
+    train.add_argument("recipe", nargs="?", type=Path)
+    train.add_argument("--out", type=Path)
+    train.add_argument("--resume", type=Path, metavar="RUN")
+    options = parser.parse_args(arguments)
+    if options.resume is not None:
+        result = train_task(read_recipe(options.resume), options.resume, resume=True)
     else:
-        result = train_task(recipe_from_file(arguments[1]), Path(arguments[3]))
-    return 1 if result["status"] == "diverged" else 0
+        result = train_task(recipe_from_file(options.recipe), options.out)
+    return 1 if result.status == "diverged" else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ export         `parcae.export`: a model as a folder for transformers
 import_model   `parcae.import_model`: a published model as a model folder (the formats are in
                model.release_format and model.hf_format)
 remote_code    the modelling files that an exported folder contains
+
+The formats of weights are in parcae.model: hf_format, and release_format for the reference release.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from parcae.files import FileError, to_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE, flops
 from parcae.model.hf_format import MODEL_TYPE, to_hf_config, to_hf_weights
 from parcae.runs import open_checkpoint, read_recipe_table, read_result, run_of
-from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE
+from parcae.runs.layout import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from parcae.config import ModelConfig
@@ -54,7 +54,7 @@ def export(
     folder = Path(folder)
     if folder.exists():
         raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
-    checkpoint = open_checkpoint(source, tokenizer, best)
+    checkpoint = open_checkpoint(source, tokenizer=tokenizer, best=best)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -127,9 +127,8 @@ def _write_card(folder: Path, name: str, model: LanguageModel, run: Path | None)
 
 
 def _result(run: Path | None) -> dict[str, Any]:
-    if run is None or not (run / RESULT_FILE).exists():
-        return {}
-    return read_result(run) or {}
+    result = None if run is None else read_result(run)
+    return {} if result is None else result.to_dict()
 
 
 def _sources(run: Path | None) -> list[str]:

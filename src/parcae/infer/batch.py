@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 T = TypeVar("T")
+
+
+class AttentionBatch(Protocol):
+    """The tokens of a pass and what each attends to, as the layers of a `TorchNetwork` use them.
+
+    `Batch` is one; others are `static.StaticBatch` and `evaluation.shared_prefix`.
+    """
+
+    @property
+    def id_tensor(self) -> Tensor:
+        """[N]"""
+        ...
+
+    @property
+    def position_tensor(self) -> Tensor:
+        """[N]"""
+        ...
+
+    def write_kv(self, kv: Any, k_NKE: Tensor, v_NKE: Tensor) -> None: ...
+
+    def attend(self, q_NHE: Tensor, kv: Any, scale: float | None = None) -> Tensor: ...
+
+
+class LayerCaches(Protocol):
+    """The keys and values of each layer, in the form that an `AttentionBatch` writes and reads."""
+
+    @property
+    def prelude_layers(self) -> Sequence[Any]: ...
+
+    @property
+    def coda_layers(self) -> Sequence[Any]: ...
+
+    def core_layers(self, loop: int) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True)

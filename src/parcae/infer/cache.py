@@ -25,11 +25,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parcae.config import BlockShape, ConfigError, ModelConfig, require
+from parcae.config import BlockShape, ConfigError, ModelConfig
 from parcae.console import format_bytes
 from parcae.machine import available_memory
 
 SMALLEST_CAPACITY = 64
+
+
+class CacheTooLarge(ConfigError):
+    """The keys and values of a request do not fit in the memory that may be used."""
 
 
 @dataclass(frozen=True)
@@ -164,20 +168,18 @@ class Cache:
         return max(capacity, min(doubled, self.layout.context_length))
 
     def _check_memory(self, rows: int, capacity: int, loops: int, free: int | None) -> None:
-        """ConfigError if a cache of this size is larger than `free` bytes (None is unknown) or than
-        its own limit."""
+        """CacheTooLarge if a cache of this size is larger than `free` bytes (None is unknown) or
+        than its own limit."""
         bytes_per_token = self.bytes_per_token(loops)
         needed = bytes_per_token * rows * capacity
         limits = [limit for limit in (free, self.max_bytes) if limit is not None]
-        require(
-            all(needed <= limit for limit in limits),
-            "cache",
-            f"{rows} rows x {capacity} tokens at {loops} loops need {format_bytes(needed)} "
-            f"({format_bytes(bytes_per_token)} per token), but "
-            f"{format_bytes(min(limits, default=0))} are free",
-            "Use fewer rows or tokens, fewer loops, or a policy that shares slots "
-            "(cache='last:2').",
-        )
+        if any(needed > limit for limit in limits):
+            raise CacheTooLarge(
+                f"cache: {rows} rows x {capacity} tokens at {loops} loops need "
+                f"{format_bytes(needed)} ({format_bytes(bytes_per_token)} per token), but "
+                f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, or "
+                "a policy that shares slots (cache='last:2')."
+            )
 
     def _make_views(self) -> None:
         """Views of single layers, made once: a view costs as much as a small operation."""

@@ -1,7 +1,7 @@
 """Decodes many requests over one model.
 
     engine = Engine(model, tokenizer)
-    engine.generate("def main(", loops=8, new_tokens=64).text
+    engine.generate("def main(", loops=8, max_new_tokens=64).text
     engine.generate_all(["one", "two"], exit="state:0.05")    # decoded together
     for piece in engine.stream("import "):
         print(piece.text, end="")
@@ -27,15 +27,15 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, overload
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer import decode
 from parcae.infer.cache import Policy
-from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS, TEMPERATURE
+from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
-from parcae.infer.network import Layers, TorchNetwork, open_network
-from parcae.infer.quantise import Weights
+from parcae.infer.network import Backend, TorchNetwork, open_network
+from parcae.infer.quantise import WeightDType
 from parcae.infer.request import DepthPlan, Request, as_ids, check_whole
 from parcae.infer.rows import Rows
 from parcae.infer.sampling import Sampling, noise, noise_of_device
@@ -44,7 +44,7 @@ from parcae.infer.static import StaticDecoder
 from parcae.model.base import LanguageModel
 from parcae.runs import Checkpoint, open_checkpoint
 
-MAX_ROWS = 4096
+MAX_BATCH_SIZE = 4096
 Prompt = str | Sequence[int]
 
 
@@ -57,9 +57,9 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         *,
         cache: str | Policy = "full",
-        weights: Weights = "float32",
-        layers: Layers = "auto",
-        rows: int = 16,
+        weight_dtype: WeightDType = "float32",
+        backend: Backend = "auto",
+        max_batch_size: int = 16,
         reuse_prefixes: bool = True,
         compile: bool = False,
         prefill_tokens: int | None = None,
@@ -69,9 +69,9 @@ class Engine:
 
         `cache`: which loops share keys and values: "full", "last:K", "first:K" or "shared".
 
-        `weights`: storage format of matrices: "float32", "int8" or "bfloat16".
+        `weight_dtype`: storage format of matrices: "float32", "int8" or "bfloat16".
 
-        `layers`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
+        `backend`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
         "torch" uses PyTorch only; "static" is PyTorch as accelerators like it: steps of fixed
         shapes with sampling on the device, and tokens are read back every 8 steps. "auto" is
         "static" on an accelerator; on a CPU it uses the faster of C++ and PyTorch, measured when a
@@ -81,7 +81,7 @@ class Engine:
         minute for every number of loops and of rows. The cache is then allocated at once for all
         rows and the whole context.
 
-        `rows`: the largest number of requests decoded together; others wait.
+        `max_batch_size`: the largest number of requests decoded together; others wait.
 
         `reuse_prefixes`: copy the start of a prompt from the cache if it is there.
 
@@ -95,23 +95,25 @@ class Engine:
         The engine shares the model's weights where it can and copies them where not, so create a
         new engine after training the model further.
         """
-        check_whole("rows", rows, 1, MAX_ROWS)
+        check_whole("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
         if prefill_tokens is not None:
             check_whole("prefill_tokens", prefill_tokens, 1)
         if max_cache_bytes is not None:
             check_whole("max_cache_bytes", max_cache_bytes, 1)
-        self.prefill_tokens = prefill_tokens
+        self.max_batch_size, self.prefill_tokens = max_batch_size, prefill_tokens
         self.tokenizer = tokenizer
         self.config = model.config
-        if layers == "auto" and model.device.type != "cpu":
-            layers = "static"
-        remedy = "Use layers='static', or compile=False."
-        require(layers == "static" or not compile, "compile", f"not of {layers!r} layers", remedy)
-        self.network = open_network(model, weights, layers)
+        if backend == "auto" and model.device.type != "cpu":
+            backend = "static"
+        remedy = "Use backend='static', or compile=False."
+        require(
+            backend == "static" or not compile, "compile", f"not with backend {backend!r}", remedy
+        )
+        self.network = open_network(model, weight_dtype, backend)
         self.cache = self.network.model.cache(cache, max_cache_bytes)
-        self.rows = Rows(self.cache, rows, reuse_prefixes, at_once=compile)
+        self.rows = Rows(self.cache, max_batch_size, reuse_prefixes, at_once=compile)
         self.static: StaticDecoder | None = None
-        if layers == "static" and isinstance(self.network, TorchNetwork):
+        if backend == "static" and isinstance(self.network, TorchNetwork):
             self.static = StaticDecoder(self.network, self.cache, compile)
         self._lock = RLock()
         """Threads may submit, step and cancel concurrently; steps run one at a time."""
@@ -122,7 +124,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        new_tokens: int = NEW_TOKENS,
+        max_new_tokens: int = MAX_NEW_TOKENS,
         loops: int | None = None,
         exit: str | ExitRule | None = None,
         draft_loops: int = 0,
@@ -140,8 +142,8 @@ class Engine:
         """A valid request; ConfigError for anything invalid.
 
         `prompt`: text, which is encoded after the tokenizer's BOS, or token ids.
-        `new_tokens`: the largest number of tokens to generate. A text also ends when the model's
-        context is full; earlier tokens are never dropped to continue it.
+        `max_new_tokens`: the largest number of tokens to generate. A text also ends when the
+        model's context is full; earlier tokens are never dropped to continue it.
         `loops`: loops per token; the default is the mean of training.
         `exit`: when a token may stop earlier, such as "state:0.1", "kl:0.01", "budget:4" or a rule
         of `register_exit_rule`.
@@ -179,7 +181,7 @@ class Engine:
             stop_tokens = () if self.tokenizer is None else (self.tokenizer.bos,)
         request = Request(
             prompt=tuple(as_ids("prompt", self.encode(prompt))),
-            new_tokens=new_tokens,
+            max_new_tokens=max_new_tokens,
             plan=plan,
             sampling=sampling,
             seed=seed,
@@ -194,8 +196,7 @@ class Engine:
         if not isinstance(prompt, str):
             return prompt
         if self.tokenizer is None:
-            require(False, "prompt", "text needs a tokenizer", "Give the engine one, or ids.")
-            raise AssertionError
+            raise ConfigError("prompt: text needs a tokenizer. Give the engine one, or ids.")
         return [self.tokenizer.bos, *self.tokenizer.encode(prompt)]
 
     def generate(self, prompt: Prompt, **options: Any) -> Completion:
@@ -207,15 +208,15 @@ class Engine:
         return self.complete([self.request(prompt, **options) for prompt in prompts])
 
     def complete(
-        self, requests: Sequence[Request], on_token: Callable[[int], None] | None = None
+        self, requests: Sequence[Request], on_step: Callable[[int], None] | None = None
     ) -> list[Completion]:
-        """Decode all requests. `on_token` is called after every step with its number of tokens."""
+        """Decode all requests. `on_step` is called after every step with its number of tokens."""
         sequences = self._submit(requests)
         try:
             while not all(s.finish for s in sequences):
                 count = self.step()
-                if on_token is not None:
-                    on_token(count)
+                if on_step is not None:
+                    on_step(count)
         finally:
             self.cancel(*sequences)
         return [sequence.completion() for sequence in sequences]
@@ -371,16 +372,16 @@ def generate(
 
     `model` is a model, a checkpoint of `open_checkpoint`, or the path of a run or checkpoint; text
     needs a checkpoint or path, which has a tokenizer. Further options are those of
-    `Engine.request`, such as `new_tokens`, `loops`, `seed` and `stop_tokens`.
+    `Engine.request`, such as `max_new_tokens`, `loops`, `seed` and `stop_tokens`.
 
     Every call builds an engine. For several prompts, streams or statistics use `parcae.Engine`.
     """
     if isinstance(model, str | Path):
-        model = open_checkpoint(model)
+        model = open_checkpoint(model, device="auto")
     tokenizer = None
     if isinstance(model, Checkpoint):
         model, tokenizer = model.model, model.tokenizer
-    engine = Engine(model, tokenizer, rows=1)
+    engine = Engine(model, tokenizer, max_batch_size=1)
     completion = engine.generate(prompt, **options)
     if isinstance(prompt, str):
         assert completion.text is not None

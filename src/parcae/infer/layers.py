@@ -19,15 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import BlockShape, ModelConfig
-from parcae.infer.batch import Batch
+from parcae.infer.batch import AttentionBatch
 from parcae.infer.cache import Cache, Layout, Policy
-from parcae.infer.quantise import FloatMatrix, Matrix, Weights, aligned, matrix, to_int8
+from parcae.infer.quantise import FloatMatrix, Matrix, WeightDType, aligned, matrix, to_int8
 from parcae.model.base import LanguageModel
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
 from parcae.model.injection import (
@@ -130,7 +131,7 @@ class Layer:
         return replace(self, **dict(zip(names, map(function, self.matrices), strict=True)))
 
     def __call__(
-        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
+        self, x_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Any, batch: AttentionBatch
     ) -> Tensor:
         """`kv` is the layer's part of the cache; keys and values are written, then read."""
         x_ND = self.out.add_to(x_ND, self._attend(self.norm(x_ND), phases, value, kv, batch))
@@ -142,7 +143,7 @@ class Layer:
         return x_ND
 
     def _attend(
-        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Tensor, batch: Batch
+        self, z_ND: Tensor, phases: Tensor, value: Tensor | None, kv: Any, batch: AttentionBatch
     ) -> Tensor:
         H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         projected = self.inner(z_ND)
@@ -255,12 +256,12 @@ class FoldedModel:
     """All weights of a model, ready to decode with. A Transformer is all prelude, without loops."""
 
     config: ModelConfig
-    weights: Weights
+    weight_dtype: WeightDType
     """The format of the matrices."""
     layout: Layout
     device: torch.device
     dtype: torch.dtype
-    """Of activations, tables and the cache."""
+    """The dtype of activations, tables and the cache."""
     embedding: Tensor
     unembedding: Tensor
     """The head, not quantised [V, d_e]."""
@@ -282,7 +283,7 @@ class FoldedModel:
     def of(
         cls,
         model: LanguageModel,
-        weights: Weights = "float32",
+        weight_dtype: WeightDType = "float32",
         dtype: torch.dtype | None = None,
     ) -> FoldedModel:
         """Shares memory with the model where nothing has to be folded or converted.
@@ -294,16 +295,18 @@ class FoldedModel:
             on_cpu = model.device.type == "cpu"
             dtype = torch.float32 if on_cpu else model.embed.weight.dtype
         with without_autocast(model.device):
-            return cls._fold(model, weights, dtype)
+            return cls._fold(model, weight_dtype, dtype)
 
     @classmethod
-    def _fold(cls, model: LanguageModel, weights: Weights, dtype: torch.dtype) -> FoldedModel:
+    def _fold(
+        cls, model: LanguageModel, weight_dtype: WeightDType, dtype: torch.dtype
+    ) -> FoldedModel:
         config, device = model.config, model.device
 
         def prepare(weight: Tensor) -> Matrix:
-            if dtype != torch.float32 and weights != "int8":
+            if dtype != torch.float32 and weight_dtype != "int8":
                 return FloatMatrix(weight.detach().to(dtype))
-            return matrix(weight, weights)
+            return matrix(weight, weight_dtype)
 
         def norm(module: nn.RMSNorm) -> ScaledNorm:
             return ScaledNorm.of(module.weight, config.norm_eps, dtype)
@@ -334,7 +337,7 @@ class FoldedModel:
         unembedding = embedding if model.head is None else _table(model.head, dtype)
         return cls(
             config=config,
-            weights=weights,
+            weight_dtype=weight_dtype,
             layout=Layout.of(config),
             device=device,
             dtype=dtype,
@@ -376,7 +379,7 @@ class FoldedModel:
         mix = self.mix.map(to_int8) if isinstance(self.mix, LinearMix) else self.mix
         return replace(
             self,
-            weights="int8",
+            weight_dtype="int8",
             prelude=prelude,
             core=core,
             coda=coda,

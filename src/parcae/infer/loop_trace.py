@@ -20,6 +20,7 @@ from parcae.config import require
 from parcae.infer.sampling import check_logits
 from parcae.model.base import LanguageModel
 from parcae.model.looped import LoopedModel
+from parcae.schema import require_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ def _looped(model: LanguageModel, loops: int | None) -> tuple[LoopedModel, int]:
     require(is_looped, "model", "a Transformer has no loop to trace", "Give a looped model.")
     assert isinstance(model, LoopedModel)
     count = model.config.loop.nominal_loops if loops is None else loops
-    require(count >= 1, "loops", f"{count}", "It must be >= 1.")
+    require_range("loops", count, at_least=1)
     return model, count
 
 

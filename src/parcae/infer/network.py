@@ -5,47 +5,43 @@
 `TorchNetwork` runs any pass with PyTorch operators, on any device, in stages that other code may
 call one by one:
 
-    drive = network.begin(batch, cache)                         prelude and B_bar e
-    h     = network.loop(h, drive, batch, cache, range(1, 9))   loops 1 to 8
-    x     = network.read(h, batch, cache)                       coda
+    drive = network.run_prelude(batch, cache)                       and B_bar e
+    h     = network.run_loops(h, drive, batch, cache, range(1, 9))  loops 1 to 8
+    x     = network.run_coda(h, batch, cache)
     network.logits(x)
 
 `NativeNetwork` (native/network.py) runs passes of a few tokens on a CPU in one call of C++, and
-`AutoNetwork` gives each pass to one of the two: with `layers="auto"` to the faster one, measured
+`AutoNetwork` gives each pass to one of the two: with `backend="auto"` to the faster one, measured
 when a size of pass is first met (native/choice.py).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Literal, Protocol, get_args
+from collections.abc import Sequence, Sized
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from parcae.config import require
-from parcae.infer.batch import Batch, PassOutput, Span
+from parcae.infer.batch import AttentionBatch, Batch, LayerCaches, PassOutput, Span
 from parcae.infer.cache import Cache
 from parcae.infer.exit import ExitMonitor, ExitRule
 from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
 from parcae.infer.native.choice import Passes
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
-from parcae.infer.quantise import WEIGHTS, Weights
+from parcae.infer.quantise import WEIGHT_DTYPES, WeightDType
 from parcae.model.base import LanguageModel
 
-Layers = Literal["auto", "native", "torch", "static"]
+Backend = Literal["auto", "native", "torch", "static"]
 
 
 class Network(Protocol):
     model: FoldedModel
-
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        """Whether `forward` can run this pass."""
-        ...
 
     def forward(
         self,
@@ -81,9 +77,6 @@ class TorchNetwork:
         """Memory of all tables and matrices; shared ones count once."""
         return memory_of(self.model.tensors)
 
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        return True
-
     def forward(
         self,
         batch: Batch,
@@ -100,7 +93,7 @@ class TorchNetwork:
             x = x[list(predict)]
         return PassOutput(self.logits(x), state, looping.loops)
 
-    def begin(self, batch: Batch, cache: Cache) -> Tensor:
+    def run_prelude(self, batch: AttentionBatch, cache: LayerCaches) -> Tensor:
         """B_bar e, the input of every loop [N, d_h]; of a Transformer the last layer's output."""
         model = self.model
         x = F.embedding(batch.id_tensor, model.embedding)
@@ -109,12 +102,14 @@ class TorchNetwork:
             x = model.prelude_norm(x)
         return model.mix.drive(x)
 
-    def initial_state(self, batch: Batch) -> Tensor:
+    def initial_state(self, batch: Sized) -> Tensor:
         """h_0 of all tokens: zeros [N, d_h]."""
         width = self.model.config.core_block.width
         return torch.zeros(len(batch), width, dtype=self.model.dtype, device=self.model.device)
 
-    def loop(self, h: Tensor, drive: Tensor, batch: Batch, cache: Cache, loops: range) -> Tensor:
+    def run_loops(
+        self, h: Tensor, drive: Tensor, batch: AttentionBatch, cache: LayerCaches, loops: range
+    ) -> Tensor:
         """h after the given loops, counted from 1, of all tokens [N, d_h]."""
         model = self.model
         if not model.core:
@@ -127,7 +122,7 @@ class TorchNetwork:
                 h = layer(h, phases, value, kv, batch)
         return h
 
-    def read(self, h: Tensor, batch: Batch, cache: Cache) -> Tensor:
+    def run_coda(self, h: Tensor, batch: AttentionBatch, cache: LayerCaches) -> Tensor:
         """Readout, coda and final norm: the input of the head [N, d_e]."""
         model = self.model
         x = h if model.readout is None else model.readout(h)
@@ -139,7 +134,12 @@ class TorchNetwork:
         return self.model.head(x).float()
 
     def _outer(
-        self, x: Tensor, layers: Sequence[Layer], first: int, cache: Sequence[Tensor], batch: Batch
+        self,
+        x: Tensor,
+        layers: Sequence[Layer],
+        first: int,
+        cache: Sequence[Any],
+        batch: AttentionBatch,
     ) -> Tensor:
         phases = self.model.outer_phases[batch.position_tensor]
         values = self._values(batch, first, len(layers))
@@ -147,7 +147,7 @@ class TorchNetwork:
             x = layer(x, phases, value, kv, batch)
         return x
 
-    def _values(self, batch: Batch, first: int, layers: int) -> list[Tensor | None]:
+    def _values(self, batch: AttentionBatch, first: int, layers: int) -> list[Tensor | None]:
         """The tokens' value embeddings [N, K, E] for layers that have them."""
 
         def look_up(layer: int) -> Tensor | None:
@@ -182,7 +182,7 @@ class _LoopingSpans:
             self.monitor = ExitMonitor(exits, network.logits, network.model.unembedding)
         self.loops = [0] * len(max_loops)
         """How many loops each span of the whole batch ran."""
-        self.readings: dict[int, Tensor] = {}
+        self.coda_outputs: dict[int, Tensor] = {}
         """The output of the coda for spans that stopped after a prediction was made."""
         self.batch = batch
         self.spans = list(range(len(max_loops)))
@@ -191,7 +191,7 @@ class _LoopingSpans:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """The output of the coda [N, d_e] and the final states [N, d_h]."""
-        drive = self.network.begin(self.batch, self.cache)
+        drive = self.network.run_prelude(self.batch, self.cache)
         h = self.network.initial_state(self.batch)
         final, loop = h, 0
         while self.spans:
@@ -199,7 +199,7 @@ class _LoopingSpans:
             limit = min(self.max_loops[span] for span in self.spans)
             end = limit if self.monitor is None else loop + 1
             before = h
-            h = self.network.loop(h, drive, self.batch, self.cache, range(loop + 1, end + 1))
+            h = self.network.run_loops(h, drive, self.batch, self.cache, range(loop + 1, end + 1))
             loop = end
             stopped = self._stopped(loop, before, h)
             if all(stopped) and len(stopped) == len(self.loops):
@@ -219,15 +219,15 @@ class _LoopingSpans:
         ended = [self.max_loops[span] <= loop for span in self.spans]
         if self.monitor is None:
             return ended
-        batch, cache = self.batch, self.cache
-        stops = self.monitor.stopped(loop, before, h, lambda: self.network.read(h, batch, cache))
+        run_coda = partial(self.network.run_coda, h, self.batch, self.cache)
+        stops = self.monitor.stopped(loop, before, h, run_coda)
         return [stop or end for stop, end in zip(stops, ended, strict=True)]
 
     def _finish(self, index: int, loop: int) -> None:
         span = self.spans[index]
         self.loops[span] = loop
         if self.monitor is not None and self.monitor.reading is not None:
-            self.readings[span] = self.monitor.reading[index]
+            self.coda_outputs[span] = self.monitor.reading[index]
         if loop < self.max_loops[span]:
             at = self.batch.spans[index]
             self.cache.settle(at.row, at.first, loop, self.max_loops[span])
@@ -244,16 +244,16 @@ class _LoopingSpans:
         return tokens
 
     def _read(self, states: Tensor) -> Tensor:
-        """The output of the coda, which is known already for spans in `readings`."""
+        """The output of the coda, which is known already for spans in `coda_outputs`."""
         batch = self.whole_batch
-        unread = [span for span in range(len(batch.spans)) if span not in self.readings]
+        unread = [span for span in range(len(batch.spans)) if span not in self.coda_outputs]
         if len(unread) == len(batch.spans):
-            return self.network.read(states, batch, self.cache)
+            return self.network.run_coda(states, batch, self.cache)
         x = states.new_empty(len(batch), self.network.model.config.width)
         if unread:  # with exit rules all spans are single tokens, so spans and tokens agree
-            x[unread] = self.network.read(states[unread], batch.select(unread), self.cache)
-        for span, reading in self.readings.items():
-            x[span] = reading
+            x[unread] = self.network.run_coda(states[unread], batch.select(unread), self.cache)
+        for span, output in self.coda_outputs.items():
+            x[span] = output
         return x
 
 
@@ -263,7 +263,7 @@ class AutoNetwork:
     def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
         self.native, self.torch = NativeNetwork(model, kernels), TorchNetwork(model)
-        shape = f"{model.config}, {model.weights}"
+        shape = f"{model.config}, {model.weight_dtype}"
         self._choices = kernels.choices(shape) if kernels.measured else None
 
     @property
@@ -275,7 +275,7 @@ class AutoNetwork:
     @cached_property
     def drafter(self) -> AutoNetwork:
         """The network for speculative drafts: int8 matrices are faster."""
-        if self.model.weights != "float32":
+        if self.model.weight_dtype != "float32":
             return self
         return AutoNetwork(self.model.to_int8(), self.kernels)
 
@@ -309,9 +309,6 @@ class AutoNetwork:
             lambda: self.torch.forward(batch, cache, loops),
         )
 
-    def supports(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> bool:
-        return True
-
     def forward(
         self,
         batch: Batch,
@@ -329,36 +326,43 @@ AnyNetwork = TorchNetwork | AutoNetwork
 
 
 def open_network(
-    model: LanguageModel, weights: Weights = "float32", layers: Layers = "auto"
+    model: LanguageModel, weight_dtype: WeightDType = "float32", backend: Backend = "auto"
 ) -> AnyNetwork:
-    """The network of a model. `layers`: "native", "torch", "static" (PyTorch, as `StaticDecoder`
+    """The network of a model. `backend`: "native", "torch", "static" (PyTorch, as `StaticDecoder`
     needs it), or "auto" for C++ if it is available and supports the model."""
-    options = ", ".join(WEIGHTS)
-    require(weights in WEIGHTS, "weights", f"{weights!r} is not an option", f"Use {options}.")
-    kernels = available_kernels(layers, weights, model.device)
-    folded = FoldedModel.of(model, weights)
+    options = ", ".join(WEIGHT_DTYPES)
+    require(
+        weight_dtype in WEIGHT_DTYPES,
+        "weight_dtype",
+        f"{weight_dtype!r} is not an option",
+        f"Use {options}.",
+    )
+    kernels = available_kernels(backend, weight_dtype, model.device)
+    folded = FoldedModel.of(model, weight_dtype)
     if kernels is not None and isinstance(folded.mix, LinearMix):
         return AutoNetwork(folded, kernels)
     injection = f"C++ does not have the injection {model.config.injection!r}"
-    require(layers != "native", "layers", injection, "Use layers='auto'.")
-    return TorchNetwork(folded.with_real_phases() if layers == "static" else folded)
+    require(backend != "native", "backend", injection, "Use backend='auto'.")
+    return TorchNetwork(folded.with_real_phases() if backend == "static" else folded)
 
 
-def available_kernels(layers: Layers, weights: Weights, device: torch.device) -> Kernels | None:
+def available_kernels(
+    backend: Backend, weight_dtype: WeightDType, device: torch.device
+) -> Kernels | None:
     """The C++ kernels, or None if they are not wanted or, with "auto", not available."""
-    known = layers in get_args(Layers)
-    require(known, "layers", f"{layers!r} is not an option", "Use auto, native, torch or static.")
-    fits = device.type == "cpu" and weights != "bfloat16"
-    if layers in ("torch", "static") or (layers == "auto" and not fits):
+    known = backend in get_args(Backend)
+    require(known, "backend", f"{backend!r} is not an option", "Use auto, native, torch or static.")
+    fits = device.type == "cpu" and weight_dtype != "bfloat16"
+    if backend in ("torch", "static") or (backend == "auto" and not fits):
         return None
     reason = "'native' needs float32 or int8 weights on a CPU"
-    require(fits, "layers", reason, "Use layers='auto'.")
+    require(fits, "backend", reason, "Use backend='auto'.")
     try:
-        return Kernels(measured=layers == "auto")
+        return Kernels(measured=backend == "auto")
     except KernelsUnavailable as problem:
-        remedy = "Use layers='torch'."
-        require(layers == "auto", "layers", f"'native' is not available: {problem}", remedy)
-        if weights == "int8":
+        remedy = "Use backend='torch'."
+        require(backend == "auto", "backend", f"'native' is not available: {problem}", remedy)
+        if weight_dtype == "int8":
             message = f"int8 saves memory but no time without the C++ layers: {problem}."
             warnings.warn(message, stacklevel=4)
         return None

@@ -17,8 +17,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-Weights = Literal["float32", "int8", "bfloat16"]
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+WeightDType = Literal["float32", "int8", "bfloat16"]
+WEIGHT_DTYPES: tuple[WeightDType, ...] = get_args(WeightDType)
 LARGEST = 127
 CACHE_LINE = 64
 
@@ -88,9 +88,9 @@ class BFloat16Matrix(Matrix):
 KINDS = {"float32": FloatMatrix, "int8": Int8Matrix, "bfloat16": BFloat16Matrix}
 
 
-def matrix(weight: Tensor, weights: Weights) -> Matrix:
+def matrix(weight: Tensor, weight_dtype: WeightDType) -> Matrix:
     """A weight, detached, in the given format."""
-    return KINDS[weights](weight.detach().float())
+    return KINDS[weight_dtype](weight.detach().float())
 
 
 def to_int8(matrix: Matrix) -> Matrix:

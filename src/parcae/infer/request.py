@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
-from parcae.config import ConfigError, ModelConfig, require
-from parcae.infer.defaults import DRAFT_TOKENS, NEW_TOKENS
+from parcae.config import MAX_LOOPS, ConfigError, ModelConfig, require
+from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
+from parcae.schema import require_range
 
-MAX_LOOPS = 1024
 MAX_DRAFT_TOKENS = 64
 MAX_LOGPROBS = 100
 
@@ -56,7 +55,7 @@ class Request:
     """A prompt and what to do with it; `Engine.request` makes one from text or ids and options."""
 
     prompt: tuple[int, ...]
-    new_tokens: int = NEW_TOKENS
+    max_new_tokens: int = MAX_NEW_TOKENS
     plan: DepthPlan
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
@@ -67,7 +66,7 @@ class Request:
     """Return log-probabilities of each token and of the likeliest `logprobs` tokens; None: none."""
 
     def __post_init__(self) -> None:
-        check_whole("new_tokens", self.new_tokens, 1)
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_whole("seed", self.seed)
         texts = all(isinstance(text, str) for text in self.stop)
         require(texts, "stop", f"{self.stop!r} is not text", "Give token ids as stop_tokens.")
@@ -123,13 +122,11 @@ def _as_id(key: str, token: object) -> int:
 
 
 def check_whole(
-    key: str, value: object, minimum: float = -math.inf, maximum: float = math.inf
+    key: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
     """`value` as an int; ConfigError if it is not a whole number in the range."""
     whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
     require(whole, key, f"{value!r} is not a whole number", "Give one, such as 8.")
-    bounded = maximum < math.inf
-    remedy = f"Use {minimum} to {maximum}." if bounded else f"Use at least {minimum}."
     number = operator.index(value)  # type: ignore[arg-type]
-    require(minimum <= number <= maximum, key, f"{number} is out of range", remedy)
+    require_range(key, number, at_least=minimum, at_most=maximum)
     return number

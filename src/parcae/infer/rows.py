@@ -1,4 +1,4 @@
-"""Assigns cache rows to sequences, and reuses prefixes of earlier ones.
+"""Admits waiting sequences: assigns cache rows to them, and reuses prefixes of earlier ones.
 
 A row keeps its keys and values when its sequence has ended. If a new prompt begins like the text in
 some row, computed with the same plan, that prefix is copied instead of computed.
@@ -185,11 +185,14 @@ class Rows:
 
     def _length(self, requests: Sequence[Request]) -> int:
         """The longest sequence that may result, in tokens."""
-        longest = max(len(r.prompt) + r.new_tokens for r in requests)
+        longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
         return min(longest, self.cache.layout.context_length)
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest common prefix."""
-    shortest = min(len(a), len(b))
-    return next((i for i in range(shortest) if a[i] != b[i]), shortest)
+def common_prefix(*sequences: Sequence[int]) -> int:
+    """The number of tokens that all sequences begin with."""
+    shortest, (first, *others) = min(map(len, sequences)), sequences
+    for index in range(shortest):
+        if any(other[index] != first[index] for other in others):
+            return index
+    return shortest

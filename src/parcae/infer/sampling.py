@@ -206,7 +206,7 @@ class RowSampling:
     """How the tokens of R rows are chosen, as tensors [R]."""
 
     keys: Tensor
-    """Of `noise_key`."""
+    """Keys by `noise_key`."""
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor

@@ -45,8 +45,8 @@ class Completion:
     text: str | None
     """The text up to a stop string. None if the engine has no tokenizer."""
     finish: Finish
-    """`length`: new_tokens are generated; `context`: the context is full; `stop`: a stop token or
-    stop string appeared; `cancelled`: by `Engine.cancel`."""
+    """`length`: max_new_tokens are generated; `context`: the context is full; `stop`: a stop token
+    or stop string appeared; `cancelled`: by `Engine.cancel`."""
     loops: tuple[int, ...]
     """For each token, the loops of the token it was predicted from."""
     logprobs: tuple[TokenLogprob, ...] | None = None
@@ -161,7 +161,7 @@ class RunningSequence:
     @property
     def room(self) -> int:
         """How many more tokens may follow."""
-        last = min(len(self.request.prompt) + self.request.new_tokens, self.context + 1)
+        last = min(len(self.request.prompt) + self.request.max_new_tokens, self.context + 1)
         return last - len(self.tokens)
 
     def choose(self, logits: np.ndarray, draft: tuple[int, ...] = ()) -> int:
@@ -203,7 +203,7 @@ class RunningSequence:
         self._text.append(text)
         if self._stream is not None and self._stream.stopped:
             self._end("stop", token, loops, text)
-        elif self.generated == self.request.new_tokens:
+        elif self.generated == self.request.max_new_tokens:
             self._end("length", token, loops, text)
         elif self.room == 0:
             self._end("context", token, loops, text)

@@ -34,7 +34,7 @@ RECOMPILE_LIMIT = 64
 """Compiled versions of a step: for numbers of rows, positions and loops, and kinds of sampling."""
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """The state of R rows, as tensors [R] on the device."""
 
     tokens: Tensor
@@ -72,9 +72,9 @@ class StaticCache:
 
 
 class StaticBatch:
-    """One token of each row; takes the place of a `Batch`."""
+    """One token of each row, as an `AttentionBatch`."""
 
-    def __init__(self, rows: Rows, length: int) -> None:
+    def __init__(self, rows: DeviceRows, length: int) -> None:
         """`length`: positions of the cache that are attended to; masked beyond each row's own."""
         self.length = length
         self.id_tensor = rows.tokens
@@ -107,7 +107,7 @@ class StaticBatch:
 def decode_step(
     network: TorchNetwork,
     cache: Cache,
-    rows: Rows,
+    rows: DeviceRows,
     sampling: RowSampling,
     seen: Tensor | None,
     loops: int,
@@ -117,17 +117,16 @@ def decode_step(
 
     `loops` is the largest number of any row. Rows that are not live keep token and position.
     """
-    batch: Any = StaticBatch(rows, length)
-    layers: Any = StaticCache(cache)
+    batch, layers = StaticBatch(rows, length), StaticCache(cache)
     live = batch.live
-    drive = network.begin(batch, layers)
+    drive = network.run_prelude(batch, layers)
     h = network.initial_state(batch)
     for loop in range(1, loops + 1):
         batch.live = live & (rows.loops >= loop)
-        looped = network.loop(h, drive, batch, layers, range(loop, loop + 1))
+        looped = network.run_loops(h, drive, batch, layers, range(loop, loop + 1))
         h = torch.where(batch.live[:, None], looped, h)
     batch.live = live
-    logits = network.logits(network.read(h, batch, layers))
+    logits = network.logits(network.run_coda(h, batch, layers))
     chosen = sample_rows(logits, sampling, rows.positions + 1, seen)
     return (
         torch.where(live, chosen, rows.tokens),
@@ -208,11 +207,11 @@ class StaticDecoder:
         both = torch.stack((torch.stack(tokens), torch.stack(finite).long())).tolist()
         return both[0], both[1]
 
-    def _rows(self, sequences: Sequence[RunningSequence | None]) -> Rows:
+    def _rows(self, sequences: Sequence[RunningSequence | None]) -> DeviceRows:
         def column(values: Iterator[int]) -> Tensor:
             return torch.tensor(list(values), device=self.cache.device)
 
-        return Rows(
+        return DeviceRows(
             tokens=column(0 if s is None else s.tokens[-1] for s in sequences),
             positions=column(0 if s is None else len(s.tokens) - 1 for s in sequences),
             limits=column(0 if s is None else len(s.tokens) - 1 + s.room for s in sequences),

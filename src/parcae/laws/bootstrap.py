@@ -69,7 +69,7 @@ class LawResult:
 
     law: Law
     values: dict[str, float]
-    samples: BootstrapSamples | None = field(default=None, metadata={"json": "draws"})
+    samples: BootstrapSamples | None = None
     quality: Quality | None = None
     frozen: tuple[str, ...] = ()
     starts: StartCounts | None = None

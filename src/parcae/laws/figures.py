@@ -55,21 +55,21 @@ def _save(canvas: Any, out: Path, name: str) -> str:
 
 
 def _isoloss(axes: Any, model: ModelFit) -> None:
-    law, shape = model.laws["training"], model.shape
+    law, cost = model.laws["training"], model.cost
     runs = model.runs.points.take(model.runs.training())
     loops = np.geomspace(runs.mean_loops.min() / 1.3, runs.mean_loops.max() * 1.6, 120)
     tokens = np.geomspace(runs.tokens.min() / 1.6, runs.tokens.max() * 1.6, 120)
     grid = np.meshgrid(loops, tokens)
-    losses = law.law.predict(law.values, shape.points(*grid)).reshape(grid[0].shape)
+    losses = law.law.predict(law.values, cost.points_at(*grid)).reshape(grid[0].shape)
     levels = np.linspace(losses.min(), np.quantile(losses, 0.97), 12)
     axes.contour(*grid, losses, levels=levels, cmap="viridis_r", linewidths=1.2)
     _label_contours(axes, levels[1::2], (loops, tokens, losses))
-    low = float(shape.smooth_flops_per_token(loops[0]) * tokens[0]) / 2
-    high = float(shape.smooth_flops_per_token(loops[-1]) * tokens[-1]) * 2
+    low = float(cost.smooth_flops_per_token(loops[0]) * tokens[0]) / 2
+    high = float(cost.smooth_flops_per_token(loops[-1]) * tokens[-1]) * 2
     budgets = np.geomspace(low, high, 80)
-    best = np.array([frontier(law.values, shape, flops)[0][0] for flops in budgets])
+    best = np.array([frontier(law.values, cost, flops)[0][0] for flops in budgets])
     axes.plot(
-        best, budgets / shape.smooth_flops_per_token(best), color=BLUE, label="efficient frontier"
+        best, budgets / cost.smooth_flops_per_token(best), color=BLUE, label="efficient frontier"
     )
     axes.plot(runs.mean_loops, runs.tokens, "o", color=GREY, markersize=3, label="runs")
     axes.set(xscale="log", yscale="log", xlabel="mean loops μ", ylabel="tokens D")
@@ -143,7 +143,7 @@ def _frontier(axes: Any, model: ModelFit) -> None:
 
 def _optimal_loss(law: LawResult, model: ModelFit, flops: float) -> tuple[float, float, float]:
     """The loss at the optimal mu, and its interval."""
-    loss = optimum(law, model.shape, flops).loss
+    loss = optimum(law, model.cost, flops).loss
     if loss.low is None or loss.high is None:
         return loss.value, loss.value, loss.value
     return loss.value, loss.low, loss.high
@@ -186,7 +186,7 @@ def _unified(axes: Any, model: ModelFit) -> None:
     law, curve = model.laws["unified"], held_out_curve(model)
     assert curve is not None
     where = np.linspace(1, curve.test_loops.max(), 200)
-    at = model.shape.points(curve.mean_loops[0], curve.tokens[0] * np.ones_like(where), where)
+    at = model.cost.points_at(curve.mean_loops[0], curve.tokens[0] * np.ones_like(where), where)
     axes.plot(where, law.law.predict(law.values, at), color=ORANGE, label="unified law")
     at_mu = curve.test_loops == np.round(curve.mean_loops)
     if at_mu.any():
@@ -251,9 +251,9 @@ def _power_law(axes: Any, model: ModelFit, name: str) -> None:
         axes.plot(ends, law(ends), color=BLUE, linewidth=1.4, label=text)
     if "training" in model.laws and budgets:
         wide = np.geomspace(min(budgets), max(budgets), 40)
-        shape = model.shape
-        best = np.array([frontier(model.laws["training"].values, shape, c)[0][0] for c in wide])
-        drawn = best if name == "loops" else wide / shape.smooth_flops_per_token(best)
+        cost = model.cost
+        best = np.array([frontier(model.laws["training"].values, cost, c)[0][0] for c in wide])
+        drawn = best if name == "loops" else wide / cost.smooth_flops_per_token(best)
         axes.plot(wide, drawn, "--", color=ORANGE, linewidth=1.4, label="training law")
     plotting.flop_ticks(axes.xaxis, budgets)
     drawn = np.concatenate([line.get_ydata() for line in axes.get_lines()] or [np.ones(1)])

@@ -33,15 +33,16 @@ from parcae.laws.bootstrap import (
     leave_one_budget_out,
 )
 from parcae.laws.forms import LAWS, Law
-from parcae.laws.model_runs import ModelRuns, Shape, runs_of_model
+from parcae.laws.model_runs import CostModel, ModelRuns, runs_of_model
 from parcae.laws.optimise import Search, StartCounts, fit_law
 from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
+from parcae.schema import require_range
 
 Progress = Callable[[str], None]
 """Called with a description when a step begins."""
 STEPS_PER_MODEL = 5
 MIN_BOOTSTRAP_SAMPLES = 20
-FORMAT = 2
+FORMAT = 3
 FIT_FILE, SUMMARY_FILE, PAGE_FILE = "fit.json", "summary.md", "laws.html"
 DIGITS = 9
 """Significant digits of saved bootstrap samples: far below their spread."""
@@ -54,7 +55,7 @@ class FitSettings:
 
     starts: int = DEFAULT_STARTS
     unified_starts: int = 2 * DEFAULT_STARTS
-    bootstrap_samples: int = field(default=DEFAULT_BOOTSTRAP_SAMPLES, metadata={"json": "draws"})
+    bootstrap_samples: int = DEFAULT_BOOTSTRAP_SAMPLES
     """0 for no intervals."""
     halving: bool = True
     seed: int = 0
@@ -68,7 +69,7 @@ class ModelLaws:
     """The laws of one model and all else that a prediction needs; this part is read from a file."""
 
     model: str
-    shape: Shape
+    cost: CostModel
     spans: dict[str, tuple[float, float]]
     """Lowest and highest mean_loops, tokens, flops and test_loops of the fitted runs."""
     laws: dict[str, LawResult] = field(default_factory=dict)
@@ -172,8 +173,8 @@ def fit(
     unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
     are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
     """
-    require(starts >= 1, "starts", f"must be >= 1, but is {starts}", f"Use {DEFAULT_STARTS}.")
-    require(seed >= 0, "seed", f"must be >= 0, but is {seed}", "Use the default, 0.")
+    require_range("starts", starts, f"The default is {DEFAULT_STARTS}.", at_least=1)
+    require_range("seed", seed, at_least=0)
     require(
         bootstrap_samples == 0 or bootstrap_samples >= MIN_BOOTSTRAP_SAMPLES,
         "bootstrap_samples",
@@ -203,7 +204,7 @@ def fit_model(runs: ModelRuns, settings: FitSettings, progress: Progress) -> Mod
     columns = {"mean_loops": fitted.mean_loops, "tokens": fitted.tokens}
     columns |= {"flops": runs.flops[runs.fitted], "test_loops": fitted.test_loops}
     spans = {name: (float(v.min()), float(v.max())) for name, v in columns.items() if len(v)}
-    model = ModelFit(model=runs.model, shape=runs.shape, spans=spans, runs=runs)
+    model = ModelFit(model=runs.model, cost=runs.cost, spans=spans, runs=runs)
     progress(f"{runs.model}: parabolas")
     _fit_parabolas(model, settings)
     progress(f"{runs.model}: training law")
@@ -303,8 +304,8 @@ def _tree(result: FitResult) -> dict[str, Any]:
     data = result.data
     return {
         "data": {"source": data.source, "sha256": data.sha256, "rows": len(data)},
-        "effort": result.settings,
-        "level": CONFIDENCE,
+        "settings": result.settings,
+        "confidence": CONFIDENCE,
         "models": {name: _model_tree(model) for name, model in result.models.items()},
         "gap_shares": result.gap_shares,
     }
@@ -328,7 +329,7 @@ def to_plain(value: Any) -> Any:
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
-        tree = {f.metadata.get("json", f.name): to_plain(getattr(value, f.name)) for f in fields}
+        tree = {f.name: to_plain(getattr(value, f.name)) for f in fields}
         if isinstance(value, LawResult):
             tree |= {"formula": value.law.formula, "intervals": to_plain(value.intervals)}
         return tree
@@ -361,11 +362,11 @@ def read_fit(path: str | Path) -> dict[str, ModelLaws]:
 
 
 def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
-    shape = dict(tree["shape"])
-    measured = {float(loops): tuple(pair) for loops, pair in shape.pop("measured").items()}
+    cost = dict(tree["cost"])
+    measured = {float(loops): tuple(pair) for loops, pair in cost.pop("measured").items()}
     return ModelLaws(
         model=name,
-        shape=Shape(**shape, measured=measured),
+        cost=CostModel(**cost, measured=measured),
         spans={key: tuple(span) for key, span in tree["spans"].items()},
         laws={key: _read_law(law) for key, law in tree["laws"].items()},
         power_laws={
@@ -373,7 +374,7 @@ def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
                 law["factor"],
                 law["exponent"],
                 tuple(law["budgets"]),
-                tuple((factor, exponent) for factor, exponent in law.get("replicas", ())),
+                tuple((factor, exponent) for factor, exponent in law["samples"]),
             )
             for key, law in tree["power_laws"].items()
         },
@@ -384,14 +385,14 @@ def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
 
 def _read_law(tree: dict[str, Any]) -> LawResult:
     law, samples = LAWS[tree["law"]], None
-    if tree["draws"] is not None:
-        columns = tree["draws"]["values"]
+    if tree["samples"] is not None:
+        columns = tree["samples"]["values"]
         values = {name: np.array(columns[name], dtype=float) for name in law.parameters}
         if any(column.shape != (len(column),) for column in values.values()) or (
             len({len(column) for column in values.values()}) > 1
         ):
             raise ValueError("the bootstrap samples of parameters differ in number")
-        samples = BootstrapSamples(values, tree["draws"]["converged"])
+        samples = BootstrapSamples(values, tree["samples"]["converged"])
     return LawResult(
         law=law,
         values={name: float(tree["values"][name]) for name in law.parameters},

@@ -7,14 +7,14 @@ minimum of the training law over mean_loops at fixed FLOPs (`frontier`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from parcae.console import format_flops, format_items
 from parcae.laws.bootstrap import Estimate, LawResult, Values, interval
 from parcae.laws.forms import TRAINING
-from parcae.laws.model_runs import ModelRuns, Shape
+from parcae.laws.model_runs import CostModel, ModelRuns
 from parcae.laws.table import FitError
 
 MIN_PARABOLA_POINTS = 4
@@ -65,7 +65,7 @@ class PowerLaw:
     exponent: float
     budgets: tuple[float, ...]
     """Budgets whose optimum was used."""
-    samples: tuple[tuple[float, float], ...] = field(default=(), metadata={"json": "replicas"})
+    samples: tuple[tuple[float, float], ...] = ()
     """log(factor) and exponent of each bootstrap sample; a factor itself may overflow."""
 
     def __call__(self, flops: np.ndarray | float) -> np.ndarray:
@@ -194,10 +194,10 @@ def power_law_warnings(name: str, law: PowerLaw) -> list[str]:
     ]
 
 
-def frontier(values: Values, shape: Shape, flops: float) -> tuple[np.ndarray, np.ndarray]:
+def frontier(values: Values, cost: CostModel, flops: float) -> tuple[np.ndarray, np.ndarray]:
     """The optimal mean_loops under the training law and the loss there, per row of parameters."""
-    loops = shape.loops_grid()
-    at = shape.points(loops, flops / shape.smooth_flops_per_token(loops))
+    loops = cost.loops_grid()
+    at = cost.points_at(loops, flops / cost.smooth_flops_per_token(loops))
     losses = np.atleast_2d(TRAINING.predict(training_part(values), at))
     return _lowest(np.log(loops), losses, np.exp)
 
@@ -211,7 +211,7 @@ class Optimum:
     loss: Estimate
 
 
-def optimum(training: LawResult, shape: Shape, flops: float) -> Optimum:
+def optimum(training: LawResult, cost: CostModel, flops: float) -> Optimum:
     """The lowest loss of the training law at this budget, with intervals."""
     sets = (
         [training.values]
@@ -221,9 +221,9 @@ def optimum(training: LawResult, shape: Shape, flops: float) -> Optimum:
             training.samples.values,
         ]
     )
-    pairs = [frontier(values, shape, flops) for values in sets]
+    pairs = [frontier(values, cost, flops) for values in sets]
     loops, losses = zip(*pairs, strict=True)
-    tokens = [flops / shape.smooth_flops_per_token(part) for part in loops]
+    tokens = [flops / cost.smooth_flops_per_token(part) for part in loops]
     return Optimum(*(_with_interval(quantity) for quantity in (loops, tokens, losses)))
 
 
@@ -233,18 +233,18 @@ def _with_interval(parts: Sequence[np.ndarray]) -> Estimate:
     return Estimate(value) if len(parts) == 1 else Estimate(value, *interval(parts[1]))
 
 
-def flops_for(values: Values, shape: Shape, loss: float) -> tuple[np.ndarray, np.ndarray]:
+def flops_for(values: Values, cost: CostModel, loss: float) -> tuple[np.ndarray, np.ndarray]:
     """The fewest FLOPs that reach a loss and their mean_loops; infinite if it is never reached.
 
     The tokens needed at each depth follow in closed form.
     """
-    loops = shape.loops_grid()
+    loops = cost.loops_grid()
     rows = {name: np.atleast_1d(values[name])[:, None] for name in TRAINING.parameters}
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        floor = rows["E"] + rows["X"] * shape.effective_params(loops) ** -rows["x"]
+        floor = rows["E"] + rows["X"] * cost.effective_params(loops) ** -rows["x"]
         left = loss - floor
         log_tokens = (np.log(rows["Y"]) - np.log(left)) / rows["y"]
-        logs = log_tokens + np.log(shape.smooth_flops_per_token(loops))
+        logs = log_tokens + np.log(cost.smooth_flops_per_token(loops))
     logs = np.where(left > 0, logs, np.inf)
     best_loops, best = _lowest(np.log(loops), logs, np.exp)
     with np.errstate(over="ignore"):
@@ -291,14 +291,14 @@ class FixedDepth:
 def compare_fixed_depth(runs: ModelRuns, training: LawResult | None) -> list[FixedDepth]:
     """Looping compared with fixed depth at each budget."""
     rows = []
-    grid, baselines, shape = runs.training(), runs.baselines(), runs.shape
+    grid, baselines, cost = runs.training(), runs.baselines(), runs.cost
     for budget in runs.budgets:
         here = grid & (runs.budget == budget)
         if not here.any():
             continue
         best = np.flatnonzero(here)[runs.points.loss[here].argmin()]
         fixed = runs.points.loss[baselines & (runs.budget == budget)]
-        best_by_law = None if training is None else optimum(training, shape, float(budget))
+        best_by_law = None if training is None else optimum(training, cost, float(budget))
         rows.append(
             FixedDepth(
                 budget=float(budget),

@@ -18,15 +18,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from parcae.console import format_flops, format_items
-from parcae.laws.table import COLUMNS, RUN_KEYS, SAME_TOKENS, SCORES, FitError, Table
+from parcae.laws.table import COLUMNS, RUN_KEYS, SCORES, TOKENS_TOLERANCE, FitError, Table
 
-MAX_LOOPS = 256.0
+MAX_SEARCHED_LOOPS = 256.0
 """Optima are searched for up to this mean_loops."""
 LOOP_GRID_SIZE = 600
-SAME_BUDGET = 1.02
-"""Runs whose FLOPs differ by less than this factor share a budget: steps are whole numbers."""
-SAME_LOSS = 1e-9
-SAME_COST = 0.01
+BUDGET_TOLERANCE = 0.02
+"""Relative difference up to which FLOPs are one budget: steps are whole numbers."""
+LOSS_TOLERANCE = 1e-9
+COST_TOLERANCE = 0.01
 """Largest relative error of FLOPs per token by the rule ceil(mu / 2) for a table that follows it:
 tables may be rounded to two or three digits."""
 MIN_GRID_LOOPS = 3
@@ -62,7 +62,7 @@ class Points:
             yield int(run), self.run == run
 
 
-def points(
+def make_points(
     *,
     loss: object,
     effective_params: object = 1.0,
@@ -89,7 +89,7 @@ def points(
 
 
 @dataclass(frozen=True)
-class Shape:
+class CostModel:
     """N(mu), which is linear in mu, and training FLOPs per token, estimated from a table.
 
     FLOPs per token are flops + (mu + 2 mu_bwd) * flops_per_loop: a loop costs one forward pass, and
@@ -136,14 +136,14 @@ class Shape:
         slopes = np.diff(costs) / np.diff(depths)
         return costs[segment] + slopes[segment] * (loops - depths[segment])
 
-    def points(self, loops: object, tokens: object, test_loops: object = None) -> Points:
+    def points_at(self, loops: object, tokens: object, test_loops: object = None) -> Points:
         """Points at which a law can be evaluated; their losses are placeholders."""
         loops, tokens = np.broadcast_arrays(
             np.asarray(loops, dtype=float), np.asarray(tokens, dtype=float)
         )
         test = loops if test_loops is None else np.asarray(test_loops, dtype=float)
         test = np.broadcast_to(test, loops.shape)
-        return points(
+        return make_points(
             loss=np.ones(loops.size),
             effective_params=self.effective_params(loops).ravel(),
             tokens=tokens.ravel(),
@@ -151,13 +151,15 @@ class Shape:
             test_loops=test.ravel(),
         )
 
-    def loops_grid(self, highest: float = MAX_LOOPS) -> np.ndarray:
+    def loops_grid(self, highest: float = MAX_SEARCHED_LOOPS) -> np.ndarray:
         """mean_loops from 1 to `highest` at which optima are searched for."""
         return np.geomspace(1.0, highest, LOOP_GRID_SIZE)
 
 
-def shape_from(mean_loops: np.ndarray, params: np.ndarray, flops_per_token: np.ndarray) -> Shape:
-    """The shape of a model from its runs; N(mu) from the looped ones if there are two or more."""
+def cost_model_from(
+    mean_loops: np.ndarray, params: np.ndarray, flops_per_token: np.ndarray
+) -> CostModel:
+    """The costs of a model from its runs; N(mu) from the looped ones if there are two or more."""
     measured = {}
     for loops in np.unique(mean_loops):
         here = mean_loops == loops
@@ -168,14 +170,14 @@ def shape_from(mean_loops: np.ndarray, params: np.ndarray, flops_per_token: np.n
     depths = np.array(list(measured))
     sizes, costs = np.array(list(measured.values())).T
     if len(depths) == 1:
-        return Shape(float(sizes[0]), 0.0, float(costs[0]), 0.0, measured, False)
+        return CostModel(float(sizes[0]), 0.0, float(costs[0]), 0.0, measured, False)
     looped = depths > 1 if (depths > 1).sum() >= 2 else depths > 0
     slope, at_zero = np.polyfit(depths[looped], sizes[looped], 1)
     passes = depths + 2 * np.ceil(depths / 2)
     per_loop, outside = np.polyfit(passes, costs, 1)
     errors = np.abs((outside + passes * per_loop) / costs - 1)
-    follows_rule = bool(errors.max() <= SAME_COST and per_loop > 0)
-    return Shape(
+    follows_rule = bool(errors.max() <= COST_TOLERANCE and per_loop > 0)
+    return CostModel(
         params=float(at_zero + slope),
         params_per_loop=float(slope),
         flops=float(outside),
@@ -196,19 +198,19 @@ class ModelRuns:
     """For each row the geometric mean of the FLOPs of all runs with the same budget."""
     fitted: np.ndarray
     """Mask of the rows that laws are fitted to: looped runs only."""
-    shape: Shape
+    cost: CostModel
     sets: np.ndarray
     """For each row the set its run belongs to, of `table.SETS`."""
     mixed: tuple[str, ...] = ()
     """Settings that differ between fitted runs of the same loops and FLOPs."""
 
     @property
-    def is_nominal(self) -> np.ndarray:
+    def nominal_mask(self) -> np.ndarray:
         """Mask of the rows measured at T = mu."""
         return self.points.test_loops == np.maximum(1, np.round(self.points.mean_loops))
 
     @property
-    def is_looped(self) -> np.ndarray:
+    def looped_mask(self) -> np.ndarray:
         return self.points.mean_loops > 1
 
     @property
@@ -218,21 +220,21 @@ class ModelRuns:
 
     def training(self) -> np.ndarray:
         """Mask of the rows the training law is fitted to."""
-        return self.fitted & self.is_nominal
+        return self.fitted & self.nominal_mask
 
     def held_out(self) -> np.ndarray:
-        return self.is_looped & ~self.fitted
+        return self.looped_mask & ~self.fitted
 
     def in_set(self, name: str) -> np.ndarray:
         """Mask of the rows of looped runs in this set."""
-        return self.is_looped & (self.sets == name)
+        return self.looped_mask & (self.sets == name)
 
     def baselines(self) -> np.ndarray:
-        return ~self.is_looped & self.is_nominal
+        return ~self.looped_mask & self.nominal_mask
 
     def curves(self, rows: np.ndarray, fewest: int) -> list[Points]:
         """The losses by T of each looped run among `rows` with at least `fewest` of them."""
-        points = self.points.take(rows & self.is_looped)
+        points = self.points.take(rows & self.looped_mask)
         curves = [points.take(mask) for _, mask in points.runs()]
         ordered = [curve.take(np.argsort(curve.test_loops)) for curve in curves]
         return [curve for curve in ordered if len(curve) >= fewest]
@@ -241,7 +243,7 @@ class ModelRuns:
         """Raise if depths, budgets or losses at T = mu that the training law needs are missing."""
         points = self.points.take(self.fitted)
         if not len(points):
-            which = " with role 'fit'" if self.is_looped.any() else ""
+            which = " with role 'fit'" if self.looped_mask.any() else ""
             raise FitError(
                 f"{self.model}: no looped runs{which}. Add runs with mean_loops above 1."
             )
@@ -272,7 +274,7 @@ class ModelRuns:
     def check_losses(self) -> None:
         """Raise if all losses at T = mu are equal: any law whose terms vanish would fit them."""
         losses = self.points.loss[self.training()]
-        if len(losses) > 1 and np.ptp(losses) <= SAME_LOSS * losses.mean():
+        if len(losses) > 1 and np.ptp(losses) <= LOSS_TOLERANCE * losses.mean():
             raise FitError(
                 f"{self.model}: all {len(losses)} losses at test_loops = mean_loops are "
                 f"{losses[0]:g}, which determines no law. Check how they were measured."
@@ -289,7 +291,7 @@ class ModelRuns:
 
     def check_test_time(self) -> None:
         """Raise if no run was measured at several T."""
-        points = self.points.take(self.is_looped)
+        points = self.points.take(self.looped_mask)
         if not len(points):
             raise FitError(f"{self.model}: no looped runs. Add runs with mean_loops above 1.")
         most = max(int(mask.sum()) for _, mask in points.runs())
@@ -323,9 +325,9 @@ def runs_of_model(table: Table, model: str) -> ModelRuns:
     else:
         fitted = looped & (sets == "grid")
         fitted = fitted if fitted.any() else looped
-    shape = shape_from(points.mean_loops, points.effective_params, flops / points.tokens)
+    cost = cost_model_from(points.mean_loops, points.effective_params, flops / points.tokens)
     mixed = _mixed(table, rows[fitted], points.take(fitted), budget[fitted])
-    return ModelRuns(model, points, flops, budget, fitted, shape, sets, mixed)
+    return ModelRuns(model, points, flops, budget, fitted, cost, sets, mixed)
 
 
 def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -> tuple[str, ...]:
@@ -343,8 +345,8 @@ def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -
 
 def assign_sets(mean_loops: np.ndarray, tokens: np.ndarray, flops: np.ndarray) -> np.ndarray:
     """The set of each run (or row) of one model, by the rule of this module."""
-    in_grid = _has_depths(mean_loops, group(flops, SAME_BUDGET))
-    in_curve = _has_depths(mean_loops, group(tokens, 1 + SAME_TOKENS), ~in_grid)
+    in_grid = _has_depths(mean_loops, group(flops, 1 + BUDGET_TOLERANCE))
+    in_curve = _has_depths(mean_loops, group(tokens, 1 + TOKENS_TOLERANCE), ~in_grid)
     return np.where(in_grid, "grid", np.where(in_curve, "curve", "end-to-end")).astype(object)
 
 
@@ -371,9 +373,9 @@ def group(values: np.ndarray, gap: float) -> np.ndarray:
 
 
 def group_budgets(flops: np.ndarray) -> np.ndarray:
-    """For each row the geometric mean of its group; gaps above `SAME_BUDGET` separate groups."""
+    """For each row the geometric mean of its group; gaps above the tolerance separate groups."""
     order = np.argsort(flops, kind="stable")
-    logs, groups = np.log(flops[order]), group(flops, SAME_BUDGET)[order]
+    logs, groups = np.log(flops[order]), group(flops, 1 + BUDGET_TOLERANCE)[order]
     means = np.bincount(groups, logs) / np.bincount(groups)
     budget = np.empty_like(flops, dtype=float)
     budget[order] = np.exp(means)[groups]

@@ -54,7 +54,7 @@ class Search:
     starts: int = DEFAULT_STARTS
     seed: int = 0
     delta: float = DELTA
-    """Of the Huber loss; infinite for least squares."""
+    """Threshold of the Huber loss; infinite for least squares."""
     halving: bool = True
     """Drop the worse starts early (`HALVING`) instead of following all to convergence."""
 

@@ -21,7 +21,7 @@ from parcae.files import write_text
 from parcae.laws.bootstrap import Estimate, LawResult, interval
 from parcae.laws.fit import FitResult, ModelFit, to_plain
 from parcae.laws.isoflop import Optimum, optimum
-from parcae.laws.model_runs import MAX_LOOPS, Points, Shape
+from parcae.laws.model_runs import MAX_SEARCHED_LOOPS, CostModel, Points
 from parcae.plotting import page_style
 
 POSITIONS = 97
@@ -54,8 +54,8 @@ def page_data(model: ModelFit) -> dict[str, Any]:
     training, unified = model.laws["training"], model.laws.get("unified")
     budgets = np.unique(model.runs.budget[model.runs.fitted])
     positions = _slider_positions(budgets)
-    best = [optimum(training, model.shape, flops) for flops in positions]
-    depths = sorted({*LOOPS, *(int(d) for d in model.shape.measured if float(d).is_integer())})
+    best = [optimum(training, model.cost, flops) for flops in positions]
+    depths = sorted({*LOOPS, *(int(d) for d in model.cost.measured if float(d).is_integer())})
     fitted_depths = np.unique(model.runs.points.mean_loops[model.runs.fitted])
     return {
         "formula": training.law.formula,
@@ -68,7 +68,7 @@ def page_data(model: ModelFit) -> dict[str, Any]:
             positions.index(float(budgets[len(budgets) // 2])),
             int(np.argmin(np.abs(np.array(depths) - fitted_depths[len(fitted_depths) // 2]))),
         ],
-        **_curves(training, unified, model.shape, depths, positions),
+        **_curves(training, unified, model.cost, depths, positions),
         "runs": _runs(model),
     }
 
@@ -97,26 +97,26 @@ def _text(estimate: Estimate, digits: int) -> str:
 def _curves(
     training: LawResult,
     unified: LawResult | None,
-    shape: Shape,
+    cost: CostModel,
     depths: list[int],
     positions: list[float],
 ) -> dict[str, Any]:
     """At every node, as line, low, high: loss at T = mu against mean loops by the training law, and
     loss against T for each depth by the unified law."""
-    first = min((loops for loops in shape.measured if loops > 1), default=1.0)
-    loops = np.unique([*np.geomspace(1, MAX_LOOPS, LOOP_POINTS), first])
+    first = min((loops for loops in cost.measured if loops > 1), default=1.0)
+    loops = np.unique([*np.geomspace(1, MAX_SEARCHED_LOOPS, LOOP_POINTS), first])
     tests = [_test_loops(depth) for depth in depths]
     nodes = np.geomspace(positions[0], positions[-1], NODES)
     by_loops, by_test = [], []
     for flops in nodes:
-        at = shape.points(loops, flops / shape.smooth_flops_per_token(loops))
+        at = cost.points_at(loops, flops / cost.smooth_flops_per_token(loops))
         by_loops.append(_series(training, at))
         if unified is None:
             continue
         curves = []
         for depth, test_loops in zip(depths, tests, strict=True):
-            tokens = flops / shape.flops_per_token(depth) * np.ones(len(test_loops))
-            curves.append(_series(unified, shape.points(depth, tokens, test_loops)))
+            tokens = flops / cost.flops_per_token(depth) * np.ones(len(test_loops))
+            curves.append(_series(unified, cost.points_at(depth, tokens, test_loops)))
         by_test.append(curves)
     return {
         "logFlops": [float(value) for value in np.log(nodes)],
@@ -155,6 +155,6 @@ def _runs(model: ModelFit) -> list[list[Any]]:
         mu, test = float(points.mean_loops[index]), float(points.test_loops[index])
         loss, tokens = float(points.loss[index]), float(points.tokens[index])
         text = f"μ {mu:g}, T {test:g}, {format_count(tokens)} tokens: loss {loss:.4f}"
-        nominal = bool(model.runs.is_nominal[index])
+        nominal = bool(model.runs.nominal_mask[index])
         rows.append([mu, float(np.log(model.runs.budget[index])), test, loss, nominal, text])
     return rows

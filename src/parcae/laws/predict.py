@@ -21,8 +21,9 @@ from parcae.laws.bootstrap import Estimate, LawResult, Values, estimate, interva
 from parcae.laws.fit import REMEDY, FitResult, ModelLaws, read_fit, to_plain
 from parcae.laws.forms import TRAINING
 from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
-from parcae.laws.model_runs import MAX_LOOPS
+from parcae.laws.model_runs import MAX_SEARCHED_LOOPS
 from parcae.recipe import suggest
+from parcae.schema import require_range
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,9 @@ def choose_model(models: Mapping[str, ModelLaws], name: str | None) -> ModelLaws
 
 def recommend(model: ModelLaws, flops: float) -> Recommendation:
     """The best loops and tokens for a training budget."""
-    _check_positive("flops", flops)
+    require_range("flops", flops, above=0)
     law = model.law("training")
-    best = optimum(law, model.shape, flops)
+    best = optimum(law, model.cost, flops)
     whole, loss = _best_whole(law, model, flops, best.loops.value)
     parabolas = None
     if {"loops", "tokens"} <= set(model.power_laws):
@@ -177,7 +178,7 @@ def recommend(model: ModelLaws, flops: float) -> Recommendation:
         tokens=best.tokens,
         loss=best.loss,
         whole_loops=whole,
-        whole_tokens=flops / float(model.shape.flops_per_token(whole)),
+        whole_tokens=flops / float(model.cost.flops_per_token(whole)),
         whole_loss=loss,
         by_parabolas=parabolas,
         notes=[
@@ -201,12 +202,12 @@ def loss_at(
     The training law is fitted to losses at T = mu alone, the unified law to those at all T, so at
     `test_loops` = mu the two differ by what the unified law misses there.
     """
-    _check_positive("tokens", tokens)
-    _check_loops("loops", loops)
+    require_range("tokens", tokens, above=0)
+    require_range("loops", loops, at_least=1)
     if test_loops is not None:
-        _check_loops("test_loops", test_loops)
+        require_range("test_loops", test_loops, at_least=1)
     result = model.law("training" if test_loops is None else "unified")
-    at = model.shape.points(loops, tokens, test_loops)
+    at = model.cost.points_at(loops, tokens, test_loops)
 
     def loss(values: Values) -> np.ndarray:
         return np.atleast_2d(result.law.predict(values, at))[:, 0]
@@ -218,11 +219,11 @@ def loss_at(
 
 def saturation_loops(model: ModelLaws, loops: float, tokens: float, tolerance: float) -> Answer:
     """The T at which the loss is within a share `tolerance` of its limit for large T."""
-    _check_positive("tolerance", tolerance)
-    _check_loops("loops", loops)
-    _check_positive("tokens", tokens)
+    require_range("tolerance", tolerance, above=0)
+    require_range("loops", loops, at_least=1)
+    require_range("tokens", tokens, above=0)
     result = model.law("unified")
-    at = model.shape.points(loops, tokens)
+    at = model.cost.points_at(loops, tokens)
 
     def depth(values: Values) -> np.ndarray:
         floor = np.atleast_2d(TRAINING.predict(training_part(values), at))[:, 0]
@@ -236,16 +237,17 @@ def saturation_loops(model: ModelLaws, loops: float, tokens: float, tolerance: f
 
 def flops_needed(model: ModelLaws, loss: float) -> Answer:
     """The fewest training FLOPs that reach a loss."""
-    _check_positive("loss", loss)
-    law, shape = model.law("training"), model.shape
-    answer = estimate(law, lambda values: flops_for(values, shape, loss)[0])
+    require_range("loss", loss, above=0)
+    law, cost = model.law("training"), model.cost
+    answer = estimate(law, lambda values: flops_for(values, cost, loss)[0])
     if not np.isfinite(answer.value):
-        _, lowest = frontier(law.values, shape, 1e60)
+        _, lowest = frontier(law.values, cost, 1e60)
         raise ConfigError(
-            f"loss: {model.model} never reaches {loss:g}: with unlimited data and {MAX_LOOPS:g} "
-            f"loops its law gives {lowest[0]:.4f}. Give a higher loss, or fit a larger model."
+            f"loss: {model.model} never reaches {loss:g}: with unlimited data and "
+            f"{MAX_SEARCHED_LOOPS:g} loops its law gives {lowest[0]:.4f}. Give a higher loss, "
+            "or fit a larger model."
         )
-    loops = float(flops_for(law.values, shape, loss)[1][0])
+    loops = float(flops_for(law.values, cost, loss)[1][0])
     return Answer(answer, _extrapolations(model, flops=answer.value, mean_loops=loops))
 
 
@@ -255,7 +257,7 @@ def _best_whole(law: LawResult, model: ModelLaws, flops: float, loops: float) ->
     An odd number costs one more loop with gradient, so the nearest is not always the best.
     """
     near = np.arange(max(1, math.floor(loops) - 1), math.ceil(loops) + 2)
-    at = model.shape.points(near, flops / model.shape.flops_per_token(near))
+    at = model.cost.points_at(near, flops / model.cost.flops_per_token(near))
     losses = TRAINING.predict(training_part(law.values), at)
     best = int(losses.argmin())
     return int(near[best]), float(losses[best])
@@ -275,18 +277,10 @@ def _extrapolations(model: ModelLaws, **asked: float) -> list[str]:
 
 
 def _boundary_notes(loops: float) -> list[str]:
-    if loops > 0.98 * MAX_LOOPS:
-        return [f"the law still decreases at {MAX_LOOPS:g} loops: it has no optimum below."]
+    if loops > 0.98 * MAX_SEARCHED_LOOPS:
+        return [
+            f"the law still decreases at {MAX_SEARCHED_LOOPS:g} loops: it has no optimum below."
+        ]
     if loops < 1.005:
         return ["the law is lowest at 1 loop: this budget is too small for looping to help."]
     return []
-
-
-def _check_loops(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value >= 1):
-        raise ConfigError(f"{name}: must be >= 1, but is {value:g}. Give a number of loops.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (np.isfinite(value) and value > 0):
-        raise ConfigError(f"{name}: must be > 0, but is {value:g}. Give a number such as 1e19.")

@@ -46,7 +46,7 @@ TRANSFORMER = "transformer"
 """Models whose name starts so are baselines."""
 SAME_SIZE = 1.1
 """Factor between the parameters of two models below which they count as of the same size."""
-SAME_TOKENS = 0.01
+TOKENS_TOLERANCE = 0.01
 """Relative difference below which two models count as trained on the same number of tokens."""
 
 
@@ -389,7 +389,7 @@ def _best_row(table: Table, model: str, tokens: float | None) -> tuple[int, floa
     wanted = np.array([name == model for name in table["model"].tolist()])
     wanted &= table["test_loops"] == np.maximum(1, np.round(table["mean_loops"]))
     if tokens is not None:
-        wanted &= np.abs(table["tokens"] / tokens - 1) < SAME_TOKENS
+        wanted &= np.abs(table["tokens"] / tokens - 1) < TOKENS_TOLERANCE
     if "core" in table and np.isfinite(table["core"][wanted]).any():
         wanted &= np.isfinite(table["core"])
     rows = np.flatnonzero(wanted)

@@ -59,12 +59,12 @@ def create(
     from parcae.model.init_weights import init_weights
     from parcae.presets import preset
     from parcae.recipe import build as build_config
-    from parcae.recipe import merge, plain
+    from parcae.recipe import merge, to_dict
 
     if isinstance(model, str):
         config = preset(model, overrides)
     else:
-        config = build_config(type(model), merge(plain(model), overrides))
+        config = build_config(type(model), merge(to_dict(model), overrides))
     created = build(config).to_empty(device=device)
     init_weights(created, config, torch.Generator(device).manual_seed(seed))
     return created

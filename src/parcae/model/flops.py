@@ -68,7 +68,7 @@ def training_flops_per_token(config: ModelConfig, length: int | None = None) -> 
     return token_flops(config, length).training(loop.mean_loops, grad_loops)
 
 
-def executed(config: ModelConfig, depths: Depths, length: int) -> float:
+def executed_flops(config: ModelConfig, depths: Depths, length: int) -> float:
     """FLOPs of one training pass over a batch with these depths."""
     cost = token_flops(config, length)
     pairs = zip(depths.loops, depths.gradient_loops, strict=True)

@@ -23,7 +23,7 @@ from parcae.files import FileError, atomic_path, check_regular, flush, read_json
 from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
-from parcae.recipe import plain
+from parcae.recipe import to_dict
 from parcae.schema import shorten
 
 FORMAT = "parcae"
@@ -51,7 +51,7 @@ def save(model: LanguageModel, folder: str | Path) -> Path:
 
 def header(config: ModelConfig) -> dict[str, Any]:
     """What config.json says."""
-    return {"format": FORMAT, "version": VERSION, "model": plain(config)}
+    return {"format": FORMAT, "version": VERSION, "model": to_dict(config)}
 
 
 def read_model(folder: Path, device: str | torch.device = "cpu") -> LanguageModel:

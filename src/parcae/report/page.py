@@ -242,7 +242,7 @@ def details(runs: Sequence[Run]) -> str:
         name = f" of {run.name}" if len(runs) > 1 else ""
         parts.append(_details(f"Recipe{name}", f"<pre>{escape(run.recipe_text)}</pre>"))
         if run.result is not None:
-            shown = {key: value for key, value in run.result.items() if key != "samples"}
+            shown = {key: value for key, value in run.result.to_dict().items() if key != "samples"}
             rows = [[key, plain_value(value)] for key, value in flatten(shown).items()]
             parts.append(_details(f"Result{name}", table(["Key", "Value"], rows, kind="text")))
     return "".join(parts)

@@ -20,7 +20,7 @@ FEW_POINTS = 12
 WIDE_RANGE = 30.0
 """Positive values that differ by more than this factor get a logarithmic axis."""
 SMALLEST_RANGE = 0.2
-"""Of y, as a share of the values: what varies less is noise, which must not fill the panel."""
+"""Smallest range of y, as a share of the values: what varies less is noise, not to fill a panel."""
 START = 0.05
 """Share of x at the start of training, whose values may be cut off."""
 MOST_POINTS = 800
@@ -54,7 +54,7 @@ class Panel:
     faint: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     """The same of the noisy curves behind the smoothed ones."""
     descriptions: list[str] = field(default_factory=list)
-    """Of each curve, for the alternative text."""
+    """One of each curve, for the alternative text."""
     legend: list[Any] | None = None
     """Handles of a legend other than one entry per curve."""
     by_step: list[tuple[Any, np.ndarray, Run]] = field(default_factory=list)

@@ -17,7 +17,7 @@ import numpy as np
 from parcae.config import ConfigError, ModelConfig
 from parcae.files import FileError
 from parcae.presets import model_from_table
-from parcae.runs import find_run, read_metrics, read_recipe_table, read_result
+from parcae.runs import TrainResult, find_run, read_metrics, read_recipe_table, read_result
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.runs.records import Line
 
@@ -56,7 +56,7 @@ class Run:
     recipe_text: str
     lines: Mapping[str, list[Line]]
     """The lines of metrics.jsonl by kind."""
-    result: Mapping[str, Any] | None
+    result: TrainResult | None
 
     @property
     def title(self) -> str:
@@ -125,7 +125,7 @@ class Run:
 
     def value(self, key: str) -> Any:
         """A value of result.json; None if it is missing."""
-        return self.result.get(key) if self.result else None
+        return getattr(self.result, key, None)
 
     def amount(self, key: str) -> float:
         """A number of result.json, or of the last training line of a run that has not ended."""
@@ -139,14 +139,8 @@ class Run:
 
     @property
     def train_loss(self) -> float:
-        """Mean loss of the last steps, from result.json or the last training line.
-
-        Lines of earlier versions lack it; there it is the mean of the last tenth of the steps.
-        """
-        mean, (_, losses) = self.amount("train_loss"), column(self.train, "loss")
-        if not math.isnan(mean) or self.result is not None or not len(losses):
-            return mean
-        return float(np.mean(losses[-max(1, len(losses) // 10) :]))
+        """Mean loss of the last steps, from result.json or the last training line."""
+        return self.amount("train_loss")
 
     def median(self, key: str) -> float:
         """The median of a number over the training lines."""

@@ -3,7 +3,7 @@
 layout        names of files and folders
 checkpoints   list, choose (newest, best), verify; state.json
 loading       from a path to a model and its tokenizer
-records       read recipe.toml, metrics.jsonl, result.json (`training.run.TrainResult`); run states
+records       recipe.toml, metrics.jsonl, result.json (`TrainResult`); the status of a run
 """
 
 from parcae.runs.checkpoints import (
@@ -18,6 +18,7 @@ from parcae.runs.layout import find_run, run_of
 from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
 from parcae.runs.records import (
     FINAL_STATUSES,
+    TrainResult,
     last_step,
     read_metrics,
     read_recipe_table,
@@ -28,6 +29,7 @@ from parcae.runs.records import (
 __all__ = [
     "FINAL_STATUSES",
     "Checkpoint",
+    "TrainResult",
     "best_checkpoint",
     "find_checkpoint",
     "find_run",

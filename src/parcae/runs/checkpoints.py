@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from parcae.files import FileError, flush, inside, read_json, sha256, write_json
+from parcae.files import FileError, flush, path_inside, read_json, sha256, write_json
 from parcae.model import CONFIG_FILE
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
@@ -70,7 +70,7 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
     path = Path(checkpoint) / STATE_FILE
     state = read_json(path)
     if not isinstance(state, dict):
-        raise FileError(f"{path}: not a JSON object. Use another checkpoint of the run.")
+        raise FileError(f"{path}: not a JSON object. {REMEDY}")
     return state
 
 
@@ -120,7 +120,7 @@ def verify_checkpoint(folder: Path) -> None:
     for name in sorted(read - checksums.keys()):
         raise FileError(f"{folder / name}: not a file of this checkpoint. Remove it.")
     for name, expected in checksums.items():
-        file = inside(folder, name)
+        file = path_inside(folder, name)
         if not file.is_file():
             raise FileError(f"{file}: missing. {REMEDY}")
         if sha256(file) != expected:
@@ -145,5 +145,5 @@ def weights_checksum(folder: Path) -> str:
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
-    """Of plain values, as they are read back from JSON."""
+    """Checksum of plain values, as they are read back from JSON."""
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from parcae.config import require
+from parcae.device import find_device
 from parcae.files import FileError
 from parcae.runs.checkpoints import find_checkpoint, verify_model_folder
 from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES, run_of
@@ -30,11 +31,12 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | Path, device: str | torch.device = "cpu", *, best: bool = False
+    path: str | Path, *, best: bool = False, device: str | torch.device = "cpu"
 ) -> LanguageModel:
     """The model of a model folder, a run or a checkpoint, in evaluation mode.
 
     `best`: of a run's checkpoints the one with the lowest validation loss instead of the newest.
+    `device`: where its weights are put; "auto" is CUDA where it is available, else the CPU.
     Every file of a run's checkpoint is verified: one that differs from its recorded checksum raises
     FileError. No code from a file is run.
     """
@@ -42,18 +44,19 @@ def load(
 
     folder = find_checkpoint(path, best)
     verify_model_folder(folder)
-    return read_model(folder, device)
+    return read_model(folder, find_device(device))
 
 
 def open_checkpoint(
     path: str | Path,
+    *,
     tokenizer: str | Path | None = None,
     best: bool = False,
     device: str | torch.device = "cpu",
 ) -> Checkpoint:
     """A model with its tokenizer: `tokenizer`, or else the one beside the weights or in the run.
 
-    `path` and `best` are those of `load`.
+    `path`, `best` and `device` are those of `load`.
     """
     from parcae.data.tokenizer import Tokenizer
     from parcae.model.store import read_model
@@ -61,13 +64,13 @@ def open_checkpoint(
     folder = find_checkpoint(path, best)
     verify_model_folder(folder)
     encoder = Tokenizer.load(find_tokenizer(folder) if tokenizer is None else tokenizer)
-    model = read_model(folder, device)
+    model = read_model(folder, find_device(device))
     entries, vocabulary = encoder.vocab_size, model.config.vocab_size
     require(
         entries <= vocabulary,
         "tokenizer",
         f"{entries:,} entries, but the model in {folder} has a vocabulary of {vocabulary:,}",
-        "Give the tokenizer it was trained with, using --tokenizer.",
+        "Give the tokenizer it was trained with, with `tokenizer`.",
     )
     return Checkpoint(model, encoder, folder)
 
@@ -78,4 +81,4 @@ def find_tokenizer(folder: str | Path) -> Path:
     for candidate in filter(None, (folder, run_of(folder))):
         if any((candidate / name).exists() for name in TOKENIZER_FILES):
             return candidate
-    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with --tokenizer.")
+    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`.")

@@ -1,36 +1,79 @@
-"""What a run wrote about itself: recipe.toml, metrics.jsonl and result.json, as plain values.
-
-The fields of result.json are those of `parcae.training.run.TrainResult`.
-"""
+"""What a run wrote about itself: recipe.toml, metrics.jsonl and result.json (`TrainResult`)."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from parcae.config import ConfigError
-from parcae.files import FileError, interpreting, read_json
-from parcae.recipe import read_toml
+from parcae.files import FileError, interpreting, read_json, write_json
+from parcae.recipe import flatten, read_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
-from parcae.schema import shorten
+from parcae.schema import shorten, type_hints, without_none
 
 Line = dict[str, Any]
 RunStatus = Literal["new", "started", "interrupted", "diverged", "finished"]
 FINAL_STATUSES: tuple[RunStatus, ...] = ("diverged", "finished")
 """A run with one of these has nothing left to do: to continue it would not change it."""
 TAIL_BYTES = 1 << 16
-Number = (int, float)
-RESULT_FIELDS = {
-    "status": str,
-    "steps": int,
-    "tokens": int,
-    "flops": Number,
-    "seconds": Number,
-    "validation": dict,
-}
-"""Fields of result.json that commands compute with, and their types; null where unknown."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The outcome of a training run: the contents of its result.json, and its folder."""
+
+    folder: Path
+    status: RunStatus
+    """"finished", "interrupted" or "diverged"."""
+    diagnosis: str | None
+    """The likely cause of a divergence."""
+    parameters: int
+    steps: int
+    tokens: int
+    flops: float
+    """Nominal FLOPs, as budgets count them."""
+    executed_flops: float
+    seconds: float
+    train_loss: float | None
+    """Mean training loss in nats per token of the last `trainer.AVERAGED_STEPS` steps."""
+    validation: dict[int, dict[str, float | None]]
+    """By loops: loss (nats per token), perplexity and bits_per_byte on held-out rows."""
+    skipped_steps: int
+    spikes: int
+    device: str
+    processes: int
+    seed: int
+    torch: str
+    """Version of PyTorch."""
+    samples: list[dict[str, Any]]
+    """Continuations of the recipe's prompts: depth, prompt, text."""
+    model: dict[str, Any]
+    """The model's configuration."""
+
+    @property
+    def losses(self) -> dict[int, float | None]:
+        """Validation loss in nats per token by number of loops."""
+        return {depth: values["loss"] for depth, values in self.validation.items()}
+
+    def table(self, kind: str = "train") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl of one kind (train, validation, telemetry or event).
+
+        Nested values become columns such as `lr.muon`.
+        """
+        return [flatten(line) for line in read_metrics(self.folder).get(kind, [])]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of result.json."""
+        tree = asdict(self)
+        del tree["folder"]
+        tree["validation"] = {str(depth): values for depth, values in self.validation.items()}
+        return tree
+
+    def write(self) -> None:
+        write_json(self.folder / RESULT_FILE, self.to_dict())
 
 
 def read_recipe_table(run: str | Path) -> dict[str, Any]:
@@ -41,7 +84,7 @@ def read_recipe_table(run: str | Path) -> dict[str, Any]:
         raise FileError(str(error)) from None
 
 
-def read_result(run: str | Path) -> dict[str, Any] | None:
+def read_result(run: str | Path) -> TrainResult | None:
     """What result.json says; None while the run has no result, or none of its last step.
 
     A resumed run keeps the result of its earlier end until it ends again.
@@ -49,32 +92,43 @@ def read_result(run: str | Path) -> dict[str, Any] | None:
     path = Path(run) / RESULT_FILE
     if not path.exists():
         return None
-    result = read_json(path)
-    if not isinstance(result, dict):
+    tree = read_json(path)
+    if not isinstance(tree, dict):
         raise FileError(f"{path}: not a JSON object. Was it edited?")
     with interpreting(path, "Was it edited?"):
-        _check_result(result)
-    return result if last_step(run) in (0, result.get("steps")) else None
+        result = _parse_result(Path(run), tree)
+    return result if last_step(run) in (0, result.steps) else None
 
 
-def _check_result(result: Line) -> None:
+def _parse_result(folder: Path, tree: Line) -> TrainResult:
     """Raise an error of a wrong value or type unless the fields are as a run writes them."""
-    for name, expected in RESULT_FIELDS.items():
-        value = result.get(name)
-        if value is not None and (not isinstance(value, expected) or isinstance(value, bool)):
-            raise ValueError(f"{name} is {shorten(value)}")
-    if result["status"] not in get_args(RunStatus):
-        raise ValueError(f"status is {shorten(result['status'])}")
-    for loops, measured in (result.get("validation") or {}).items():
-        if int(loops) < 1 or not isinstance(measured["loss"], int | float | None):
+    hints = type_hints(TrainResult)
+    values = {}
+    for field in fields(TrainResult)[1:]:
+        value, hint = tree[field.name], without_none(hints[field.name])
+        is_null = value is None and hint is not hints[field.name]
+        if not is_null and not _is_a(value, hint):
+            raise ValueError(f"{field.name} is {shorten(value)}")
+        values[field.name] = value
+    by_loops = {int(loops): measured for loops, measured in values["validation"].items()}
+    for loops, measured in by_loops.items():
+        if loops < 1 or not isinstance(measured["loss"], int | float | None):
             raise ValueError(f"validation at {shorten(loops)} loops is {shorten(measured)}")
+    return TrainResult(folder, **{**values, "validation": by_loops})
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kind = int | float if hint is float else get_origin(hint) or hint
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def read_status(run: str | Path) -> RunStatus:
     """The status in result.json; without a result `started`, or `new` before the first step."""
     result = read_result(run)
     if result is not None:
-        return result["status"]
+        return result.status
     return "started" if (Path(run) / METRICS_FILE).exists() else "new"
 
 

@@ -48,7 +48,8 @@ def create_app(
     `make demo`. `named`: models by name, which may be open checkpoints.
     `api_keys`: one of them must be sent with every request, if there are any.
     `allowed_hosts`: names in the Host header besides localhost and addresses.
-    `settings`: limits and sizes. Further options are those of `Engine`, such as `weights`.
+    `settings`: limits and sizes. `device`: where models opened from a path run; the default is
+    "auto". Further options are those of `Engine`, such as `weight_dtype`.
     """
     settings = settings or ServerSettings()
     served = open_models(models if named is None else named, settings, **engine_options)

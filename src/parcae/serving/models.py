@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parcae.config import ConfigError, require
 from parcae.console import format_bytes
@@ -25,6 +25,9 @@ from parcae.serving.metrics import Exposition, Metrics
 from parcae.serving.protocol import ChatRequest, CompletionRequest, Message, Sampled, invalid
 from parcae.serving.scheduler import Scheduler
 from parcae.serving.settings import ServerSettings
+
+if TYPE_CHECKING:
+    import torch
 
 DEMO = Path("out/demo/run")
 PLAIN_NAMES = {"system": "System", "developer": "System", "user": "User", "assistant": "Assistant"}
@@ -49,7 +52,7 @@ class ServedModel:
         self.engine = Engine(
             model,
             tokenizer,
-            rows=settings.rows,
+            max_batch_size=settings.max_batch_size,
             prefill_tokens=settings.prefill_tokens,
             max_cache_bytes=_cache_bytes(model, settings),
             **engine_options,
@@ -94,7 +97,7 @@ class ServedModel:
         requests = []
         for prompt in prompts:
             ids = list(self.engine.encode(prompt))
-            common = {**options, "new_tokens": self._new_tokens(body, ids)}
+            common = {**options, "max_new_tokens": self._max_new_tokens(body, ids)}
             for index in range(count):
                 request = self._request(ids, seed + index, stop_tokens, common)
                 requests.append(request)
@@ -110,7 +113,7 @@ class ServedModel:
             raise invalid(PARAMS.get(param, param), message or param) from None
         self.check_loops(request.plan.loops)
         cache = self.engine.cache
-        needed = cache.bytes_per_token(request.plan.loops) * (len(ids) + request.new_tokens)
+        needed = cache.bytes_per_token(request.plan.loops) * (len(ids) + request.max_new_tokens)
         if cache.max_bytes is not None and needed > cache.max_bytes:
             size = f"{format_bytes(needed)} of {format_bytes(cache.max_bytes)}"
             raise invalid("max_tokens", f"The request needs too much cache: {size}.")
@@ -128,7 +131,7 @@ class ServedModel:
             message = f"The prompt has {len(ids)} tokens, but at most {limit} are allowed."
             raise invalid("prompt", message, "context_length_exceeded")
 
-    def _new_tokens(self, body: Sampled, ids: Sequence[int]) -> int:
+    def _max_new_tokens(self, body: Sampled, ids: Sequence[int]) -> int:
         self.check_length(ids)
         context = self.model.config.context_length
         limit, given = self.settings.max_new_tokens or context, body.token_limit()
@@ -140,11 +143,11 @@ class ServedModel:
 
     def expose(self, exposition: Exposition) -> None:
         """Add the model's metrics."""
-        cache, rows = self.engine.cache, self.engine.rows
+        cache = self.engine.cache
         gauges = {
             "queue_waiting": ("Texts that wait.", self.scheduler.waiting),
             "running": ("Texts that are decoded.", self.scheduler.running),
-            "rows": ("Texts that can be decoded together.", rows.max_rows),
+            "rows": ("Texts that can be decoded together.", self.engine.max_batch_size),
             "cache_bytes": ("Allocated key-value cache.", cache.bytes),
             "cache_limit_bytes": ("Its largest size.", cache.max_bytes or 0),
         }
@@ -154,7 +157,7 @@ class ServedModel:
             exposition.add(name, "gauge", help, value, model=self.name)
 
 
-PARAMS = {"loops": "num_loops", "draft_loops": "draft", "new_tokens": "max_tokens"}
+PARAMS = {"loops": "num_loops", "draft_loops": "draft", "max_new_tokens": "max_tokens"}
 """Fields by the engine's names."""
 
 
@@ -239,17 +242,21 @@ def _content(token: Any) -> str:
 def open_models(
     models: Sequence[str | Path] | Mapping[str, Checkpoint | str | Path],
     settings: ServerSettings,
+    *,
+    device: str | torch.device = "auto",
     **engine_options: Any,
 ) -> dict[str, ServedModel]:
     """Models by name, from `NAME=PATH` or paths, or from a mapping of names. "demo" is the run of
-    `make demo`."""
+    `make demo`. `device`: where models that are opened from a path run."""
     named = models if isinstance(models, Mapping) else dict(map(_named, map(str, models)))
     require(bool(named), "models", "none is given", "Give a checkpoint, or demo.")
     same = isinstance(models, Mapping) or len(named) == len(models)
     require(same, "models", "two have the same name", "Write NAME=PATH.")
     served = {}
     for name, source in named.items():
-        checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+        checkpoint = source
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(checkpoint, device=device)
         chat = ChatTemplate(checkpoint.tokenizer)
         if not isinstance(source, Checkpoint):
             chat = ChatTemplate.read(find_tokenizer(checkpoint.folder), checkpoint.tokenizer)

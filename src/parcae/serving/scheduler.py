@@ -234,7 +234,7 @@ class Scheduler:
 
     def _next(self) -> Job | None:
         """Move a job to the running ones, if the engine has a row for it."""
-        is_full = len(self._running) >= self.engine.rows.max_rows
+        is_full = len(self._running) >= self.engine.max_batch_size
         if is_full or any(job.alone for job in self._running):
             return None
         with self._changed:

@@ -11,9 +11,10 @@ import torch
 
 from parcae import console
 from parcae.data.loader import Batch
+from parcae.device import is_available
 from parcae.model.flops import token_flops
 from parcae.sweeps.grid import PlannedRun
-from parcae.training.distributed import Workers, find_device
+from parcae.training.distributed import Workers, training_device
 from parcae.training.learner import Learner
 from parcae.training.plan import UTILISATION, plan
 from parcae.training.schedule import flops_per_step
@@ -23,7 +24,7 @@ TRIAL_SECONDS = 0.5
 LARGEST_TRIAL = {"cpu": 2e11, "cuda": 2e15, "mps": 2e13}
 """FLOPs of a step above which no step is measured, by the type of device."""
 START_SECONDS = 5.0
-"""Of each run, for imports and opening data."""
+"""Time of each run for imports and opening data."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def estimate(
     share = UTILISATION if utilisation is None else utilisation
     device = plan(runs[0].recipe, 1, share, device_flops)
     if device.device_flops is None:
-        return Estimate({}, "unknown, as the speed of the device is not known: give --device-flops")
+        return Estimate({}, "unknown, as the speed of the device is not known: give `device_flops`")
     speed = share * device.device_flops
     peak = console.format_si(device.device_flops, "FLOP/s")
     return Estimate(
@@ -90,8 +91,7 @@ def _validation_flops(run: PlannedRun) -> float:
 
 def _device_type(runs: Sequence[PlannedRun]) -> str:
     device = runs[0].recipe.run.device
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    return "absent" if not available.get(device, True) else find_device(device).type
+    return training_device(device).type if is_available(device) else "absent"
 
 
 def _can_measure(runs: Sequence[PlannedRun]) -> bool:
@@ -117,7 +117,7 @@ def _measured_speeds(runs: Sequence[PlannedRun], threads: int) -> dict[tuple[str
 
 def measured_speed(recipe: Recipe) -> float:
     """FLOP/s of training steps on rows of random tokens."""
-    learner = Learner(recipe, Workers(find_device(recipe.run.device)), RandomData())
+    learner = Learner(recipe, Workers(training_device(recipe.run.device)), RandomData())
     learner.take_step(0.0)  # the first step is slower than the others
     work, start = 0.0, time.perf_counter()
     while not work or time.perf_counter() < start + TRIAL_SECONDS:

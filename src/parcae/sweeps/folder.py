@@ -21,9 +21,9 @@ from parcae.data.shards import MANIFEST, read_manifest
 from parcae.evaluation.item_scores import scores_of_run
 from parcae.files import (
     FileError,
-    inside,
     interpreting,
     is_in_use,
+    path_inside,
     read_json,
     read_sealed,
     write_json,
@@ -34,12 +34,17 @@ from parcae.laws.model_runs import assign_sets
 from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
-from parcae.runs.layout import RESULT_FILE, TOKENIZER_FILE, shard_folders
+from parcae.runs.layout import TOKENIZER_FILE, shard_folders
 from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
 from parcae.training.run import differences
-from parcae.training.settings import DataConfig, located, plain_recipe, recipe_from_tree
+from parcae.training.settings import (
+    DataConfig,
+    recipe_from_tree,
+    recipe_to_dict,
+    with_absolute_paths,
+)
 
 PLAN_FILE, FAILED_FILE, JOBS_FILE = "sweep.json", "failed.json", "jobs.json"
 PARQUET_FILE = "runs.parquet"
@@ -90,7 +95,7 @@ class SweepFolder:
         with interpreting(self.path / PLAN_FILE, "Use another folder."):
             runs = [{**run, "recipe": recipe_from_tree(run["recipe"])} for run in tree["runs"]]
             for run in runs:
-                inside(self.path / "runs", run["name"])
+                path_inside(self.path / "runs", run["name"])
                 if not (
                     isinstance(run["settings"], dict)
                     and isinstance(run["model"], str)
@@ -106,7 +111,7 @@ class SweepFolder:
                 "model": run.model,
                 "budget": run.budget,
                 "settings": dict(run.settings),
-                "recipe": plain_recipe(run.recipe),
+                "recipe": recipe_to_dict(run.recipe),
             }
             for run in runs
         ]
@@ -117,7 +122,7 @@ class SweepFolder:
 
         ConfigError if `planned` belongs to another sweep.
         """
-        planned = [replace(run, recipe=located(run.recipe)) for run in planned]
+        planned = [replace(run, recipe=with_absolute_paths(run.recipe)) for run in planned]
         if not self.exists:
             return tuple(planned)
         before = {run.name: run for run in self.read_plan()}
@@ -131,18 +136,18 @@ class SweepFolder:
         Returns the `[data]` table that the runs share.
         """
         smallest = min(runs, key=lambda run: run.recipe.model.vocab_size).recipe
-        data = located(smallest).data
+        data = with_absolute_paths(smallest).data
         folders = shard_folders(self.path, data.sources)
         ready = all((folder / MANIFEST).exists() for folder in folders)
         if not (ready and (self.path / TOKENIZER_FILE).exists()):
-            prepare_corpora(located(smallest), self.path, message)
+            prepare_corpora(with_absolute_paths(smallest), self.path, message)
         shared = {
             "sources": tuple(map(str, folders)),
             "tokenizer": str(self.path / TOKENIZER_FILE),
         }
         for run in runs:
             recipe = replace(run.recipe, data=replace(run.recipe.data, **shared))
-            text = write_toml(plain_recipe(recipe))
+            text = write_toml(recipe_to_dict(recipe))
             path = self.recipe_file(run.name)
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
@@ -248,38 +253,35 @@ def rows_of(run: PlannedRun, folder: Path, set_name: str) -> list[dict[str, Any]
     Scores of `parcae eval` on the run are in columns named after their suites.
     """
     result, recipe = read_result(folder), run.recipe
-    if result is None or result["status"] != "finished":
+    if result is None or result.status != "finished":
         return []
-    missing = {"flops", "steps", "tokens", "validation"} - result.keys()
-    if missing:
-        raise FileError(f"{folder / RESULT_FILE}: no {min(missing)}. Was it edited?")
     scores, limit = scores_of_run(folder)
     common = {
         "set": set_name,
-        "budget": run.budget or result["flops"],
+        "budget": run.budget or result.flops,
         "learning_rate": recipe.optimiser.lr,
         "seed": recipe.run.seed,
         "run": run.name,
         "backprop_loops": recipe.model.loop.gradient_loops,
         "parameters": run.parameters,
-        "steps": result["steps"],
+        "steps": result.steps,
         **run.settings,
     }
     rows: list[dict[str, Any]] = []
-    for loops, measured in sorted(result["validation"].items(), key=lambda pair: int(pair[0])):
-        if measured["loss"] is not None and math.isfinite(measured["loss"]):
+    for loops, loss in sorted(result.losses.items()):
+        if loss is not None and math.isfinite(loss):
             rows.append(
                 {
                     "model": run.model,
                     "mean_loops": run.mean_loops,
-                    "tokens": result["tokens"],
-                    "flops": result["flops"],
+                    "tokens": result.tokens,
+                    "flops": result.flops,
                     "effective_params": run.effective_parameters,
-                    "test_loops": int(loops),
-                    "loss": measured["loss"],
+                    "test_loops": loops,
+                    "loss": loss,
                     **common,
-                    **_columns(scores.get(int(loops), {})),
-                    **({"eval_limit": limit} if limit and int(loops) in scores else {}),
+                    **_columns(scores.get(loops, {})),
+                    **({"eval_limit": limit} if limit and loops in scores else {}),
                 }
             )
     return rows
@@ -316,5 +318,5 @@ def _check_belongs(run: PlannedRun, before: Mapping[str, PlannedRun], path: Path
 
 
 def _changed(run: PlannedRun, other: PlannedRun, free: Sequence[str]) -> list[str]:
-    keys = differences(plain_recipe(other.recipe), plain_recipe(run.recipe))
+    keys = differences(recipe_to_dict(other.recipe), recipe_to_dict(run.recipe))
     return [key for key in keys if key not in free]

@@ -1,7 +1,7 @@
 """The runs of a sweep, as a pure function of a recipe and a grid: FLOP budgets or numbers of tokens
 by loops, learning rates, seeds, or any setting.
 
-    runs = plan_sweep(tree, Grid(budgets=(1e13, 2e13), loops=(1, 2, 4)))
+    runs = plan_sweep(tree, Grid(flops=(1e13, 2e13), mean_loops=(1, 2, 4)))
 
 Tokens follow from the budget by `parcae.model.flops`; loops with gradient are ceil(mean_loops / 2)
 unless the recipe sets them; `mean_loops` 1 is fixed depth. The name of a run follows from its
@@ -11,7 +11,6 @@ coordinates in the grid, so that a larger grid contains the same runs under the 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,15 +19,16 @@ from parcae.config import ConfigError, ModelConfig, require
 from parcae.model import flops as count
 from parcae.presets import PRESETS
 from parcae.recipe import merge
+from parcae.schema import require_range
 from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps
 from parcae.training.settings import KINDS_OF_BUDGET, Recipe, recipe_from_tree
 
 ARGUMENTS = {
     "model.preset": "models",
-    "model.loop.mean_loops": "loops",
+    "model.loop.mean_loops": "mean_loops",
     "run.seed": "seeds",
     "run.validation_loops": "test_loops",
-    **{f"budget.{kind}": "budgets or tokens" for kind in KINDS_OF_BUDGET},
+    **{f"budget.{kind}": "flops or tokens" for kind in KINDS_OF_BUDGET},
 }
 """Settings that vary by an argument of their own."""
 SHARED = ("data.sources", "data.weights", "data.tokenizer", "data.validation_fraction")
@@ -39,11 +39,11 @@ SHARED = ("data.sources", "data.weights", "data.tokenizer", "data.validation_fra
 class Grid:
     """The values of each axis. An empty axis keeps the recipe's value."""
 
-    budgets: tuple[float, ...] = ()
+    flops: tuple[float, ...] = ()
     """Training FLOPs of a run."""
     tokens: tuple[float, ...] = ()
-    """Training tokens of a run, instead of `budgets`."""
-    loops: tuple[float, ...] = ()
+    """Training tokens of a run, instead of `flops`."""
+    mean_loops: tuple[float, ...] = ()
     """Mean loops in training; 1 is fixed depth."""
     models: tuple[str, ...] = ()
     """Presets; the other keys of the recipe's [model] apply to each."""
@@ -58,24 +58,22 @@ class Grid:
     @property
     def is_empty(self) -> bool:
         """Whether nothing varies."""
-        axes = (self.budgets, self.tokens, self.loops, self.models)
+        axes = (self.flops, self.tokens, self.mean_loops, self.models)
         return not any((*axes, self.learning_rates, self.seeds, self.settings))
 
     def __post_init__(self) -> None:
         require(
-            not (self.budgets and self.tokens),
+            not (self.flops and self.tokens),
             "tokens",
             "a grid has FLOP budgets or numbers of tokens, not both",
-            "Omit budgets or tokens.",
+            "Omit flops or tokens.",
         )
-        for name in ("budgets", "tokens", "learning_rates"):
+        for name in ("flops", "tokens", "learning_rates"):
             for value in getattr(self, name):
-                if not 0 < value < math.inf:
-                    raise ConfigError(f"{name}: {value:g} must be > 0 and finite.")
-        for name in ("loops", "test_loops"):
+                require_range(name, value, above=0)
+        for name in ("mean_loops", "test_loops"):
             for value in getattr(self, name):
-                if not 1 <= value < math.inf:
-                    raise ConfigError(f"{name}: {value:g} must be >= 1 and finite.")
+                require_range(name, value, at_least=1)
         for key in self.settings:
             if key in ARGUMENTS:
                 raise ConfigError(
@@ -160,8 +158,8 @@ def _points(tree: Mapping[str, Any], base: Recipe, grid: Grid) -> Iterator[_Poin
         for values in itertools.product(*grid.settings.values())
     ]
     for model in grid.models or (None,):
-        loops = (1,) if _is_transformer(model) else grid.loops or (None,)
-        lengths = grid.budgets or grid.tokens or (None,)
+        loops = (1,) if _is_transformer(model) else grid.mean_loops or (None,)
+        lengths = grid.flops or grid.tokens or (None,)
         rest = (grid.learning_rates or (None,), grid.seeds or (None,), combinations)
         for point in itertools.product(lengths, loops, *rest):
             yield _Point(model, *point)
@@ -180,7 +178,7 @@ def _planned(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -
     run = PlannedRun(
         name=_run_name(model, recipe, base, grid, point),
         model=model,
-        budget=point.length if grid.budgets else recipe.budget.flops,
+        budget=point.length if grid.flops else recipe.budget.flops,
         settings=point.settings,
         recipe=recipe,
     )
@@ -209,7 +207,7 @@ def _tree_at(tree: Mapping[str, Any], base: Recipe, grid: Grid, point: _Point) -
         changes = merge(changes, {"optimiser": rates})
     tree = merge(tree, changes)
     if point.length is not None:
-        tree["budget"] = {"flops" if grid.budgets else "tokens": point.length}
+        tree["budget"] = {"flops" if grid.flops else "tokens": point.length}
     return tree
 
 
@@ -224,7 +222,7 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 def default_test_loops(grid: Grid, base: Recipe) -> tuple[int, ...]:
     """1, every mean of the grid, and 1.5 and 2 times the largest."""
-    means = [max(1, round(loops)) for loops in grid.loops or (base.model.loop.mean_loops,)]
+    means = [max(1, round(loops)) for loops in grid.mean_loops or (base.model.loop.mean_loops,)]
     deepest = max(means)
     return tuple(sorted({1, *means, round(1.5 * deepest), 2 * deepest}))
 
@@ -244,7 +242,7 @@ def model_name(preset: str | None, config: ModelConfig) -> str:
 def _run_name(model: str, recipe: Recipe, base: Recipe, grid: Grid, point: _Point) -> str:
     parts = [model, f"mu{format_in_name(recipe.model.loop.mean_loops)}"]
     if point.length is not None:
-        parts.append(f"{format_in_name(point.length)}-{'flops' if grid.budgets else 'tokens'}")
+        parts.append(f"{format_in_name(point.length)}-{'flops' if grid.flops else 'tokens'}")
     if recipe.optimiser.lr != base.optimiser.lr and point.learning_rate is not None:
         parts.append(f"lr{format_in_name(recipe.optimiser.lr)}")
     if recipe.run.seed != base.run.seed:
@@ -267,22 +265,22 @@ def format_in_name(value: Any) -> str:
 
 def _first_budget(grid: Grid) -> dict[str, float]:
     """The [budget] of the first run, where the recipe has none."""
-    lengths = grid.budgets or grid.tokens
+    lengths = grid.flops or grid.tokens
     require(
         len(lengths) > 0,
         "budget",
         "neither the recipe nor the grid says how long a run is",
-        "Give budgets (FLOPs) or tokens, or a [budget] table in the recipe.",
+        "Give flops or tokens, or a [budget] table in the recipe.",
     )
-    return {"flops" if grid.budgets else "tokens": lengths[0]}
+    return {"flops" if grid.flops else "tokens": lengths[0]}
 
 
 def _check_has_length(tree: Mapping[str, Any], grid: Grid) -> None:
     budget = tree.get("budget", {})
-    replaced = bool(grid.budgets or grid.tokens)
+    replaced = bool(grid.flops or grid.tokens)
     for name, remedy in (
-        ("minutes", "Give budgets or tokens, or a recipe with another budget."),
-        ("max_minutes", "Unset it: --budget.max_minutes none."),
+        ("minutes", "Give flops or tokens, or a recipe with another budget."),
+        ("max_minutes", "Unset `budget.max_minutes`."),
     ):
         value = budget.get(name) if isinstance(budget, Mapping) else None
         if value not in (None, "none") and not (name == "minutes" and replaced):
@@ -298,7 +296,7 @@ def _check_length(run: PlannedRun) -> None:
         least = flops_per_step(recipe)
         require(
             budget.flops >= least,
-            "budgets",
+            "flops",
             f"{budget.flops:g} FLOPs are less than one step of {run.name} takes ({least:.3g})",
             f"Use a larger budget, {smaller}.",
         )

@@ -17,10 +17,10 @@ from typing import Protocol
 
 import torch
 
-from parcae.config import ConfigError
 from parcae.files import writing
 from parcae.machine import cores
 from parcae.runs import FINAL_STATUSES, read_result, read_status
+from parcae.schema import require_range
 from parcae.sweeps.worker import RunRequest, command
 
 ATTEMPTS = 3
@@ -133,8 +133,9 @@ def failure(request: RunRequest, code: int) -> str | None:
     """Why a run whose process ended with this exit code did not finish; None if it did."""
     status = read_status(request.run)
     if status == "diverged":
-        result = read_result(request.run) or {}
-        return f"diverged: {result.get('diagnosis') or 'the loss is not finite'}"
+        result = read_result(request.run)
+        diagnosis = None if result is None else result.diagnosis
+        return f"diverged: {diagnosis or 'the loss is not finite'}"
     if status == "finished":
         return None
     if status == "interrupted":
@@ -188,6 +189,5 @@ def worker_count(workers: int | None) -> int:
     """How many runs train at the same time; one for each GPU by default."""
     if workers is None:
         return max(1, torch.cuda.device_count())
-    if workers < 1:
-        raise ConfigError(f"workers: {workers} must be >= 1.")
+    require_range("workers", workers, at_least=1)
     return workers

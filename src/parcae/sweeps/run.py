@@ -9,7 +9,7 @@ from typing import Any
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import exclusive
+from parcae.files import lock_folder
 from parcae.machine import StopSignals
 from parcae.recipe import build, from_file
 from parcae.runs import read_result
@@ -83,9 +83,9 @@ def sweep(
     recipe: str | Path | Mapping[str, Any],
     out: str | Path | None = None,
     *,
-    budgets: Iterable[float] = (),
+    flops: Iterable[float] = (),
     tokens: Iterable[float] = (),
-    loops: Iterable[float] = (),
+    mean_loops: Iterable[float] = (),
     models: Iterable[str] = (),
     learning_rates: Iterable[float] = (),
     seeds: Iterable[int] = (),
@@ -106,22 +106,22 @@ def sweep(
     skips finished runs; a larger grid with the same `out` adds runs.
 
         result = parcae.sweep(
-            "recipes/sweep.toml", "runs/laws", budgets=[6e11, 1.2e12], loops=[1, 2, 4]
+            "recipes/sweep.toml", "runs/laws", flops=[6e11, 1.2e12], mean_loops=[1, 2, 4]
         )
         laws = parcae.fit(result.table())
 
     Args:
         recipe: A recipe file, or its tables as a dict; or the folder of a sweep, to continue it.
         out: Folder of the sweep. Default: runs/NAME-sweep for a recipe NAME.toml.
-        budgets: Training FLOPs of a run.
-        tokens: Training tokens of a run, instead of `budgets`.
-        loops: Mean loops in training; 1 is fixed depth.
+        flops: Training FLOPs of a run.
+        tokens: Training tokens of a run, instead of `flops`.
+        mean_loops: Mean loops in training; 1 is fixed depth.
         models: Presets to use instead of the recipe's.
         learning_rates: Learning rates of AdamW; Muon's keeps its ratio to it.
         seeds: Seeds of initialisation and data order.
         settings: Values of any other setting by its key: `{"optimiser.beta2": [0.9, 0.95]}`.
-        test_loops: Loops at which every run is validated. Default: 1, all of `loops`, and 1.5 and 2
-            times the largest.
+        test_loops: Loops at which every run is validated. Default: 1, all of `mean_loops`, and 1.5
+            and 2 times the largest.
         overrides: Settings of all runs to change: `{"data": {"global_batch": 16}}`.
         workers: Runs that train at the same time. Default: the number of GPUs, or 1.
         slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
@@ -136,9 +136,9 @@ def sweep(
         The runs with their states, and the table of the finished ones.
     """
     grid = Grid(
-        budgets=tuple(budgets),
+        flops=tuple(flops),
         tokens=tuple(tokens),
-        loops=tuple(loops),
+        mean_loops=tuple(mean_loops),
         models=tuple(models),
         learning_rates=tuple(learning_rates),
         seeds=tuple(seeds),
@@ -161,11 +161,15 @@ def sweep(
     if dry_run:
         runner.show_plan()
         return runner.result()
-    with exclusive(folder.path):
+    with lock_folder(folder.path):
         if planned is not None:
             runner.runs = folder.extended(planned)  # another process may have extended it
         folder.write_plan(runner.runs)
-        interrupted = runner.train() if cluster is None else runner.submit(cluster)
+        interrupted = False
+        if cluster is None:
+            interrupted = runner.train()
+        else:
+            runner.submit(cluster)
         folder.collect(runner.runs)
         return runner.result(interrupted)
 
@@ -187,13 +191,13 @@ class _Runner:
     def states(self) -> dict[str, RunState]:
         return self.folder.states(self.runs, job_states)
 
-    def to_do(self) -> list[PlannedRun]:
-        """The runs to start.
+    def to_do(self, states: Mapping[str, RunState]) -> list[PlannedRun]:
+        """The runs to start, given the states of all runs.
 
         One that is `running` without a job belongs to a sweep that was killed: it is about to stop,
         and its worker waits for that.
         """
-        states, jobs = self.states(), self.folder.read_jobs()
+        jobs = self.folder.read_jobs()
         startable = ("to do", "stopped", "failed") if self.retry else ("to do", "stopped")
         return [
             run
@@ -206,15 +210,18 @@ class _Runner:
         threads = threads_per_worker(self.workers)
         return estimate(to_do, threads, self.utilisation, self.device_flops)
 
-    def show_plan(self) -> tuple[list[PlannedRun], Estimate]:
-        to_do = self.to_do()
-        estimated = self.estimate(to_do)
+    def show_plan(self) -> None:
+        states = self.states()
+        to_do = self.to_do(states)
+        self._print_plan(states, to_do, self.estimate(to_do))
+
+    def _print_plan(
+        self, states: Mapping[str, RunState], to_do: Sequence[PlannedRun], estimated: Estimate
+    ) -> None:
         if self.verbose:
-            states, path = self.states(), self.folder.path
-            print_plan(self.runs, states, to_do, estimated, self.workers, path)
+            print_plan(self.runs, states, to_do, estimated, self.workers, self.folder.path)
         self.message(note_on_budgets(self.runs))
         self.message(note_on_depths(self.runs))
-        return to_do, estimated
 
     def prepare(self) -> None:
         available = training_tokens(self.folder.prepare(self.runs, self.message))
@@ -222,9 +229,12 @@ class _Runner:
 
     def train(self) -> bool:
         """Train the runs that are left in local processes; True if a signal stopped it."""
-        if not self.to_do():
+        states = self.states()
+        to_do = self.to_do(states)
+        if not to_do:
             return False
-        to_do, estimated = self.show_plan()
+        estimated = self.estimate(to_do)
+        self._print_plan(states, to_do, estimated)
         self.prepare()
         requests = {run.name: self.folder.request(run.name) for run in to_do}
         display = SweepProgress(
@@ -239,16 +249,15 @@ class _Runner:
             pool.run(list(requests.values()), _Recorder(self.folder, self.runs, display), stop)
             return stop.asked
 
-    def submit(self, config: SlurmConfig) -> bool:
-        """Submit the runs that are left to Slurm; never interrupted."""
-        to_do = self.to_do()
+    def submit(self, config: SlurmConfig) -> None:
+        """Submit the runs that are left to Slurm."""
+        to_do = self.to_do(self.states())
         if to_do:
             self.prepare()
         for run in to_do:
             job = submit(self.folder.request(run.name), config, self.folder.path / "slurm")
             self.folder.record_start(run.name, job)
             self.message(f"job {job}  {run.name}")
-        return False
 
     def result(self, interrupted: bool = False) -> SweepResult:
         states, failures = self.states(), self.folder.read_failures()
@@ -289,8 +298,8 @@ class _Recorder:
 def _described(
     folder: SweepFolder, run: PlannedRun, state: RunState, failure: str | None
 ) -> SweepRun:
-    result = read_result(folder.run_folder(run.name)) or {}
-    nominal = str(run.recipe.model.loop.nominal_loops)
+    result = read_result(folder.run_folder(run.name))
+    nominal = run.recipe.model.loop.nominal_loops
     if state in ("failed", "diverged"):
         failure = failure or "its job ended without a result."
     else:
@@ -308,8 +317,8 @@ def _described(
         state=state,
         folder=folder.run_folder(run.name),
         log=folder.log_file(run.name),
-        loss=result.get("validation", {}).get(nominal, {}).get("loss"),
-        seconds=result.get("seconds"),
+        loss=None if result is None else result.losses.get(nominal),
+        seconds=None if result is None else result.seconds,
         failure=failure,
     )
 
@@ -330,12 +339,12 @@ def _plan(
             raise ConfigError(f"{recipe}: no such file. Give a recipe, or the folder of a sweep.")
     if grid.is_empty:
         raise ConfigError(
-            "sweep: nothing varies. Give budgets or tokens, loops, models, learning rates, seeds, "
-            "or values of a setting (--grid table.key=1,2)."
+            "sweep: nothing varies. Give flops or tokens, mean_loops, models, learning_rates, "
+            "seeds, or values of a setting (`grid`)."
         )
     kinds = (kind for kind in KINDS_OF_BUDGET if kind in overrides.get("budget", {}))
-    if (kind := next(kinds, None)) is not None and (grid.budgets or grid.tokens):
-        given = "budgets" if grid.budgets else "tokens"
+    if (kind := next(kinds, None)) is not None and (grid.flops or grid.tokens):
+        given = "flops" if grid.flops else "tokens"
         raise ConfigError(f"budget.{kind}: {given} already set the length of runs. Omit one.")
     if isinstance(recipe, Mapping):
         if out is None:
@@ -357,7 +366,7 @@ def _check_continues(
     if overrides or not grid.is_empty or grid.test_loops:
         raise ConfigError(
             f"{folder}: a sweep is continued by its own plan. To add runs to it, give the recipe, "
-            f"the grid and --out {folder}."
+            f"the grid and `out`, {folder}."
         )
 
 

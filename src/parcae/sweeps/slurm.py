@@ -94,7 +94,7 @@ def check_slurm() -> None:
         shutil.which("sbatch") is not None and shutil.which("srun") is not None,
         "slurm",
         "sbatch is not installed here",
-        "Run this on a machine of the cluster, or omit --slurm to train here.",
+        "Run this on a machine of the cluster, or omit `slurm` to train here.",
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parcae.files import FileError, InUseError, exclusive
+from parcae.files import FileError, InUseError, lock_folder
 from parcae.machine import end_with_parent, ignore_signal
 from parcae.runs import FINAL_STATUSES, read_status
 
@@ -65,7 +65,7 @@ def wait_until_free(run: Path) -> None:
     """Wait for a run that is still stopping: the runs of a killed sweep save before they end."""
     while True:
         try:
-            with exclusive(run):
+            with lock_folder(run):
                 return
         except InUseError as error:
             print(f"waiting: {error}", flush=True)

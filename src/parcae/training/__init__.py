@@ -12,6 +12,7 @@ corpora, data_use   data of a run; what it uses of it
 distributed         devices and processes: one, DDP, FSDP2
 checkpoint_writer   writing checkpoints and reading them back
 log, telemetry      measurements, progress display
+messages            what a run prints when it starts and ends
 divergence          when a run stops as diverged
 plan                `parcae.plan`: parameters, FLOPs, memory and time before a run
 memory_estimate     its memory

@@ -151,7 +151,7 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
             if _has_trained(run) and str(source) != BUILTIN and not glob.glob(str(source)):
                 raise FileError(
                     f"data.sources: {source}: no such file or folder, and the run has no copy of "
-                    "its tokens. If it was moved, give its new path with --data.sources."
+                    "its tokens. If it was moved, give its new path with `data.sources`."
                 )
             _tokenise(str(source), tokenizer, recipe, folder, report)
 
@@ -216,7 +216,7 @@ def check_same_data(corpora: Corpora, used: Sequence[Mapping[str, str]], run: Pa
                 "data.sources",
                 f"the {split} documents in {folder} are not those of the run in {run} "
                 f"(fingerprint {now[split][:12]} instead of {before[split][:12]})",
-                "Give the path of the data it was trained on with --data.sources.",
+                "Give the path of the data it was trained on with `data.sources`.",
             )
 
 
@@ -269,7 +269,7 @@ def _check_vocabulary(tokenizer: Tokenizer, recipe: Recipe) -> None:
         tokenizer.vocab_size <= recipe.model.vocab_size,
         "data.tokenizer",
         f"{tokenizer.vocab_size:,} entries do not fit model.vocab_size {recipe.model.vocab_size:,}",
-        f"Use a smaller tokenizer, or --model.vocab_size {tokenizer.vocab_size}.",
+        f"Use a smaller tokenizer, or model.vocab_size = {tokenizer.vocab_size}.",
     )
 
 

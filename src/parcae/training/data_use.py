@@ -40,13 +40,13 @@ class SourceUse:
     documents: float
     """Before long ones are split."""
     tokens: float
-    """Of these documents."""
+    """Tokens of these documents."""
     dropped_share: float
     """Share of the tokens that packing drops in an epoch."""
     cropped_share: float
     """The part of it that is cropped from documents that do not fit."""
     epochs: float | None
-    """Of the rows that packing leaves; None for a budget in minutes."""
+    """Epochs of the rows that packing leaves; None for a budget in minutes."""
     split_long: bool = True
     """Whether documents longer than a row are split."""
     estimated: bool = False

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
+from parcae.device import TRAINING_DEVICES, find_device
 from parcae.files import FileError
 from parcae.model.base import LanguageModel
 from parcae.model.init_weights import init_weights
@@ -37,7 +38,7 @@ from parcae.model.looped import LoopedModel
 from parcae.training.settings import RunConfig
 
 TIMEOUT = timedelta(minutes=30)
-"""Of a collective."""
+"""Timeout of a collective."""
 POLL_SECONDS = 1.0
 
 
@@ -214,7 +215,7 @@ class ShardedWorkers(ProcessGroupWorkers):
 @contextmanager
 def open_workers(config: RunConfig) -> Iterator[Workers]:
     """The processes of this run as `torchrun` started them; a single one needs no torchrun."""
-    device = find_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
+    device = training_device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Workers(device)
         return
@@ -263,28 +264,19 @@ def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
-def find_device(wanted: str, local_rank: int = 0) -> torch.device:
-    """The device that `run.device` means here; `auto` prefers CUDA, then MPS, then the CPU."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    kind = next(name for name, here in available.items() if here) if wanted == "auto" else wanted
+def training_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """The device that `run.device` means for a process; `auto` prefers CUDA, then MPS."""
+    device = find_device(wanted, auto=TRAINING_DEVICES, key="run.device")
+    if device.type != "cuda":
+        return device
     require(
-        available[kind],
+        local_rank < torch.cuda.device_count(),
         "run.device",
-        f"no {kind} device is available",
-        'Use "auto", or one of ' + ", ".join(n for n, here in available.items() if here) + ".",
+        f"process {local_rank} of this node has no GPU of its own "
+        f"({torch.cuda.device_count()} here)",
+        "Start fewer with --nproc-per-node.",
     )
-    if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(
-                f"run.device: process {local_rank} of this node has no GPU of its own "
-                f"({torch.cuda.device_count()} here). Start fewer with --nproc-per-node."
-            )
-        return torch.device("cuda", local_rank)
-    return torch.device(kind)
+    return torch.device("cuda", local_rank)
 
 
 def local_part(x: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
+
+StepVerdict = Literal["ok", "spike", "skip"]
 
 SPIKE_DEVIATIONS = 6.0
 SPIKE_CLIP_DEVIATIONS = 3.0
@@ -15,13 +17,6 @@ STEPS_BEFORE_SPIKES = 50
 """Before that the loss falls too fast for a running mean to describe it."""
 STATE_GROWTH_LIMIT = 100.0
 """Growth of the state's norm since the start of a run that is named as the cause."""
-EARLIER_NAMES = {
-    "consecutive_bad_steps": "bad",
-    "steps_seen": "seen",
-    "loss_mean": "mean",
-    "loss_variance": "variance",
-}
-"""In checkpoints of earlier versions."""
 
 
 @dataclass
@@ -43,24 +38,27 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name in self.state():
-            setattr(self, name, state[name if name in state else EARLIER_NAMES[name]])
+            setattr(self, name, state[name])
 
-    def accepts(self, loss: float, gradient_norm: float) -> bool:
-        """Whether the step may be taken."""
-        if math.isfinite(loss) and math.isfinite(gradient_norm):
-            self.consecutive_bad_steps = 0
-            return True
-        self.consecutive_bad_steps += 1
-        self.skipped += 1
-        return False
+    def record(self, loss: float, gradient_norm: float) -> StepVerdict:
+        """Count a step; "skip" if it must not be taken, "spike" if its loss is far above the mean.
+
+        Call it once for every step.
+        """
+        if not (math.isfinite(loss) and math.isfinite(gradient_norm)):
+            self.consecutive_bad_steps += 1
+            self.skipped += 1
+            return "skip"
+        self.consecutive_bad_steps = 0
+        return "spike" if self._add_loss(loss) else "ok"
 
     @property
     def has_diverged(self) -> bool:
         """Too many steps in a row without a finite loss or gradient."""
         return self.consecutive_bad_steps >= self.max_nonfinite_steps
 
-    def is_spike(self, loss: float) -> bool:
-        """Whether an accepted loss is far above its running mean.
+    def _add_loss(self, loss: float) -> bool:
+        """Add a finite loss to the running mean and variance; returns whether it is a spike.
 
         A spike enters the running mean clipped, so that it hardly hides the next one, while a loss
         that stays high becomes the new mean.

@@ -8,25 +8,25 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from parcae.config import ConfigError, require
+from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
+from parcae.infer.cache import CacheTooLarge
 from parcae.infer.defaults import TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import build
 from parcae.model.base import LanguageModel
-from parcae.model.flops import executed
+from parcae.model.flops import executed_flops
 from parcae.model.store import header
 from parcae.training.checkpoint_writer import Snapshot
 from parcae.training.corpora import TrainingData
-from parcae.training.distributed import Workers, compute_dtype
+from parcae.training.distributed import Workers, compute_dtype, local_part
 from parcae.training.divergence import Guard
 from parcae.training.optim import Optimiser
-from parcae.training.schedule import factors, total_steps
-from parcae.training.settings import Recipe, plain_recipe
+from parcae.training.schedule import schedule_factors, total_steps
+from parcae.training.settings import Recipe, recipe_to_dict
 from parcae.training.telemetry import observe
 
 SAMPLE_DEPTHS = (1, 2, 4, 8)
@@ -38,6 +38,8 @@ class Step(NamedTuple):
     loss: float
     gradient_norm: float
     taken: bool
+    spike: bool
+    """Whether the loss is far above its running mean."""
     flops: float
     """Executed FLOPs; they differ from the nominal ones by the depths that were sampled."""
     mean_depth: float
@@ -86,30 +88,38 @@ class Learner:
         depths: list[int] = []
         flops = 0.0
         for start in range(0, len(rows), self.micro_batch):
-            mine = rows[start : start + self.micro_batch]
-            inputs, targets = (self._to_device(x[start : start + len(mine)]) for x in batch)
-            drawn = self.model.draw(self.recipe.run.seed, self.step, mine, inputs.shape[1])
-            with self.workers.micro_step(last=start + len(mine) == len(rows)):
+            row_ids = rows[start : start + self.micro_batch]
+            inputs, targets = (self._to_device(x[start : start + len(row_ids)]) for x in batch)
+            drawn = self.model.draw(self.recipe.run.seed, self.step, row_ids, inputs.shape[1])
+            with self.workers.micro_step(last=start + len(row_ids) == len(rows)):
                 with self.autocast():
                     output = self.wrapped(inputs, targets, **drawn)
-                share = output.loss * (len(mine) / len(rows))
-                share.backward()
-            loss += share.detach()
-            flops += executed(self.recipe.model, output.depths, inputs.shape[1])
+                scaled_loss = output.loss * (len(row_ids) / len(rows))
+                scaled_loss.backward()
+            loss += scaled_loss.detach()
+            flops += executed_flops(self.recipe.model, output.depths, inputs.shape[1])
             depths += output.depths.loops
         norm = self._clip()
         local = [loss.item(), flops, sum(depths) / len(depths), max(depths)]
-        of_all = self.workers.gather(torch.tensor(local, dtype=torch.float64))
-        mean_loss, mean_flops, mean_depth, _ = of_all.mean(0).tolist()
-        taken = self.guard.accepts(mean_loss, norm)
-        if taken:
+        gathered = self.workers.gather(torch.tensor(local, dtype=torch.float64))
+        mean_loss, mean_flops, mean_depth, _ = gathered.mean(0).tolist()
+        verdict = self.guard.record(mean_loss, norm)
+        if verdict != "skip":
             schedule, optimiser = self.recipe.schedule, self.recipe.optimiser
-            self.optimiser.step(factors(schedule, optimiser, self.step, progress, self.total))
+            self.optimiser.step(
+                schedule_factors(schedule, optimiser, self.step, progress, self.total)
+            )
         self.optimiser.zero_grad()
         self.step += 1
-        deepest = int(of_all[:, 3].max())
-        flops = mean_flops * self.workers.size
-        return Step(mean_loss, norm, taken, flops, mean_depth, deepest)
+        return Step(
+            loss=mean_loss,
+            gradient_norm=norm,
+            taken=verdict != "skip",
+            spike=verdict == "spike",
+            flops=mean_flops * self.workers.size,
+            mean_depth=mean_depth,
+            max_depth=int(gathered[:, 3].max()),
+        )
 
     def _clip(self) -> float:
         limit = self.recipe.optimiser.grad_clip or float("inf")
@@ -158,16 +168,14 @@ class Learner:
             return draw_samples(self.model, self.corpora.tokenizer, self.recipe)
 
     def non_finite(self) -> str | None:
-        """A message about the first tensor of the model or optimiser that is not finite.
-
-        Of the shards of this process.
-        """
+        """A message about the first tensor of the model or optimiser that is not finite, among the
+        parts on this process."""
         for kind, tensors in (
             ("weight", self.model.state_dict()),
             ("optimiser state", self.optimiser.tensors()),
         ):
             for name, tensor in tensors.items():
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local = local_part(tensor)
                 if local.is_floating_point() and not local.isfinite().all():
                     return f"the {kind} {name} is not finite"
         return None
@@ -182,7 +190,7 @@ class Learner:
                 "processes": self.workers.size,
                 "threads": torch.get_num_threads(),
                 "seed": self.recipe.run.seed,
-                "recipe": plain_recipe(self.recipe),
+                "recipe": recipe_to_dict(self.recipe),
                 "sources": self.corpora.fingerprints(),
                 "data": self.loader.state_dict(),
                 "guard": self.guard.state(),
@@ -217,21 +225,21 @@ def draw_samples(model: LanguageModel, tokenizer: Tokenizer, recipe: Recipe) -> 
     looped = recipe.model.architecture == "looped"
     depths = sorted({*SAMPLE_DEPTHS, recipe.model.loop.nominal_loops}) if looped else [1]
     samples: list[Sample] = []
-    engine = Engine(model, rows=1)
+    engine = Engine(model, max_batch_size=1)
     for prompt in recipe.run.sample_prompts:
         ids = [tokenizer.bos, *tokenizer.encode(prompt)][-recipe.model.context_length :]
         for depth in depths:
             try:
                 completion = engine.generate(
                     ids,
-                    new_tokens=recipe.run.sample_tokens,
+                    max_new_tokens=recipe.run.sample_tokens,
                     loops=depth,
                     temperature=TEMPERATURE,
                     top_k=50,
                     seed=recipe.run.seed,
                     stop_tokens=(tokenizer.bos,),
                 )
-            except (NonFiniteLogits, ConfigError):
+            except (NonFiniteLogits, CacheTooLarge):
                 continue
             text = tokenizer.decode(completion.tokens)
             samples.append({"depth": depth, "prompt": prompt, "text": text})

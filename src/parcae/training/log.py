@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import secrets
 import time
 import warnings
@@ -22,7 +21,7 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import FileError, write_all, write_text
+from parcae.files import FileError, nan_to_none, write_all, write_text
 from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
@@ -46,7 +45,7 @@ class Log:
             raise FileError(f"{self.path}: cannot be written ({error.strerror}).") from None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        line = json.dumps({"kind": kind, "step": step, **finite(values)}, allow_nan=False)
+        line = json.dumps({"kind": kind, "step": step, **nan_to_none(values)}, allow_nan=False)
         try:
             write_all(self._stream, f"{line}\n".encode())
         except OSError as error:
@@ -80,17 +79,6 @@ def keep_until(path: Path, step: int) -> None:
         except (json.JSONDecodeError, KeyError, TypeError):
             continue
     write_text(path, "".join(kept))
-
-
-def finite(value: Any) -> Any:
-    """The same tree with null for NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return value
 
 
 def flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:

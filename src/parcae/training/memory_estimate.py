@@ -39,9 +39,9 @@ from parcae.training.settings import Recipe
 
 FLOAT32_BYTES = 4
 SHARE_OF_MEMORY = {"cpu": 0.25, "cuda": 0.75}
-"""Of the available memory that the estimate may fill. On a CPU a step takes about twice that."""
+"""Share of the free memory that the estimate may fill. On a CPU a step takes about twice that."""
 MOST_TOKENS = {"cpu": 8192, "cuda": 65536}
-"""Of a micro-batch that is chosen here: more were not faster on a CPU; not measured on CUDA."""
+"""Tokens of a micro-batch chosen here: more were not faster on a CPU; not measured on CUDA."""
 GPU_BYTES = 80e9
 """Assumed for a recipe on CUDA where no CUDA device is present."""
 ROUGH_FLOATS = 16

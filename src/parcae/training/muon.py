@@ -128,8 +128,8 @@ def orthogonalise(stack: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Approximately U V^T of every matrix in [N, rows, cols], by matrix products only.
 
     This is Polar Express, a Newton-Schulz iteration with optimised coefficients. For G = U S V^T
-    the polar factor is U V^T: all singular values become 1. An odd polynomial of
-    a matrix acts on its singular values alone, so a few steps of
+    the polar factor is U V^T: all singular values become 1. An odd polynomial of a matrix acts on
+    its singular values alone, so a few steps of
 
         A = X X^T,    X <- a X + (b A + c A^2) X         that is  s <- a s + b s^3 + c s^5
 

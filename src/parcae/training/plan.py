@@ -16,8 +16,9 @@ import torch
 
 from parcae.config import ConfigError, require
 from parcae.model import flops
+from parcae.schema import require_range
 from parcae.training.data_use import SourceUse, planned_use
-from parcae.training.distributed import compute_dtype, find_device
+from parcae.training.distributed import compute_dtype, training_device
 from parcae.training.memory_estimate import (
     Memory,
     checkpoint_bytes,
@@ -78,7 +79,7 @@ class Plan:
     data: list[SourceUse] | None
     """What is used of each source; None where one does not exist yet."""
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, as `parcae plan --json` prints them."""
         tree = asdict(self)
         tree["memory"]["total"] = self.memory.total
@@ -86,7 +87,7 @@ class Plan:
 
     def table(self) -> list[dict[str, Any]]:
         """One row per quantity: {"quantity": ..., "value": ...}."""
-        values = self.plain()
+        values = self.to_dict()
         memory = {f"memory_{name}": size for name, size in values.pop("memory").items()}
         sources: list[dict[str, Any]] = values.pop("data") or []
         data = {
@@ -112,9 +113,8 @@ def plan(
     the peak that training is expected to reach.
     """
     recipe = resolve_recipe(recipe, overrides)
-    require(devices >= 1, "devices", f"{devices} is out of range", "Use at least 1.")
-    in_range = 0 < utilisation <= 1
-    require(in_range, "utilisation", f"{utilisation} is out of range", "Use a share such as 0.4.")
+    require_range("devices", devices, at_least=1)
+    require_range("utilisation", utilisation, above=0, at_most=1)
     batch = recipe.data.global_batch
     require(
         batch % devices == 0,
@@ -213,7 +213,7 @@ def _device_kind(recipe: Recipe, device_flops: str | float | None) -> str:
     device = recipe.run.device
     if device_flops is not None and device == "auto":
         return "cuda"
-    return find_device("auto").type if device == "auto" else device
+    return training_device("auto").type if device == "auto" else device
 
 
 def _device_speed(given: str | float | None, kind: str, dtype: torch.dtype) -> float | None:

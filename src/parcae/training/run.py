@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError, require
-from parcae.files import FileError, interpreting, write_text
+from parcae.files import FileError, write_text
 from parcae.recipe import flatten, merge, write_toml
-from parcae.runs import find_run, list_checkpoints, read_metrics, read_result, read_state
+from parcae.runs import TrainResult, find_run, list_checkpoints, read_state
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
     DATA_FOLDER,
@@ -28,9 +27,9 @@ from parcae.runs.layout import (
 )
 from parcae.training.settings import (
     Recipe,
-    plain_recipe,
     recipe_from_file,
     recipe_from_tree,
+    recipe_to_dict,
     resolve_recipe,
 )
 from parcae.training.start import with_recorded_start
@@ -61,75 +60,6 @@ FREE_TO_CHANGE = {
 }
 """Settings that do not change what is learned, and may differ when a run is resumed. Rows to
 validate on may not: the best checkpoint is chosen by losses on the same rows."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """The outcome of a training run: the contents of its result.json, and its folder."""
-
-    folder: Path
-    status: str
-    """"finished", "interrupted" or "diverged"."""
-    diagnosis: str | None
-    """The likely cause of a divergence."""
-    parameters: int
-    steps: int
-    tokens: int
-    flops: float
-    """Nominal FLOPs, as budgets count them."""
-    executed_flops: float
-    seconds: float
-    train_loss: float | None
-    """Mean training loss of the last 20 steps in nats per token."""
-    validation: dict[int, dict[str, float | None]]
-    """By loops: loss (nats per token), perplexity and bits_per_byte on held-out rows."""
-    skipped_steps: int
-    spikes: int
-    device: str
-    processes: int
-    seed: int
-    torch: str
-    """Version of PyTorch."""
-    samples: list[dict[str, Any]]
-    """Continuations of the recipe's prompts: depth, prompt, text."""
-    model: dict[str, Any]
-    """The model's configuration."""
-
-    @property
-    def losses(self) -> dict[int, float | None]:
-        """Validation loss in nats per token by number of loops."""
-        return {depth: values["loss"] for depth, values in self.validation.items()}
-
-    def table(self, kind: str = "train") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl of one kind (train, validation, telemetry or event).
-
-        Nested values become columns such as `lr.muon`.
-        """
-        return [flatten(line) for line in read_metrics(self.folder).get(kind, [])]
-
-    def plain(self) -> dict[str, Any]:
-        """The contents of result.json."""
-        tree = asdict(self)
-        del tree["folder"]
-        tree["validation"] = {str(depth): values for depth, values in self.validation.items()}
-        return tree
-
-    @classmethod
-    def from_plain(cls, folder: Path, tree: Mapping[str, Any]) -> TrainResult:
-        """The inverse of `plain`."""
-        names = [field.name for field in fields(cls) if field.name != "folder"]
-        values = {name: tree[name] for name in names}
-        by_depth = {int(depth): losses for depth, losses in tree["validation"].items()}
-        return cls(folder, **{**values, "validation": by_depth})
-
-    @classmethod
-    def read(cls, folder: str | Path) -> TrainResult | None:
-        """The result of a run; None while it has none."""
-        tree = read_result(folder)
-        if tree is None:
-            return None
-        with interpreting(Path(folder) / RESULT_FILE, "Was it edited?"):
-            return cls.from_plain(Path(folder), tree)
 
 
 def train(
@@ -165,7 +95,7 @@ def train(
         recipe = resolve_recipe(recipe, overrides)
     from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
 
-    return TrainResult.from_plain(Path(out), train_recipe(recipe, Path(out), resume))
+    return train_recipe(recipe, Path(out), resume)
 
 
 def default_folder(recipe: str | Path) -> Path:
@@ -190,7 +120,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
     if (run / METRICS_FILE).exists():
         raise ConfigError(
             f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
-            "or use another --out."
+            "or use another `out`."
         )
     recipe = with_recorded_start(recipe)
     text, path = _recipe_text(recipe), run / RECIPE_FILE
@@ -199,7 +129,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
         for name in (RECIPE_FILE, TOKENIZER_FILE, DATA_FOLDER, CHECKPOINTS_FOLDER, RESULT_FILE):
             if (run / name).exists():
                 raise ConfigError(
-                    f"{run / name}: exists, but {run} is not a run folder. Use another --out."
+                    f"{run / name}: exists, but {run} is not a run folder. Use another `out`."
                 )
     elif before != text:
         for folder in (run / DATA_FOLDER).glob("[0-9]*"):
@@ -248,7 +178,7 @@ def _last_state(run: Path) -> dict[str, Any] | None:
 
 def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
     """Refuse a setting that changes what is learned."""
-    old, new = flatten(plain_recipe(before)), flatten(plain_recipe(now))
+    old, new = flatten(recipe_to_dict(before)), flatten(recipe_to_dict(now))
     for key in differences(old, new):
         table, _, name = key.partition(".")
         if name in MOVED.get(table, ()):
@@ -261,7 +191,7 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
         values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
         raise ConfigError(
             f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. Keep it, or "
-            f"start a new run from these weights with --start-from {run}."
+            f"start a new run from these weights with `start_from` {run}."
         )
 
 
@@ -278,4 +208,4 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") ->
 
 
 def _recipe_text(recipe: Recipe) -> str:
-    return HEADER + write_toml(plain_recipe(recipe))
+    return HEADER + write_toml(recipe_to_dict(recipe))

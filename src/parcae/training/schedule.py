@@ -54,7 +54,7 @@ class Factors(NamedTuple):
     """Multiplies Muon's weight decay."""
 
 
-def factors(
+def schedule_factors(
     config: ScheduleConfig,
     optimiser: OptimiserConfig,
     step: int,

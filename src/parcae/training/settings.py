@@ -20,7 +20,7 @@ from typing import Any, Literal
 from parcae.config import MAX_CONTEXT, MAX_LOOPS, ConfigError, ModelConfig
 from parcae.data.sources import ReadOptions
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, find_recipe, from_file, merge, plain
+from parcae.recipe import build, check_tables, find_recipe, from_file, merge, to_dict
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
@@ -368,7 +368,7 @@ def resolve_recipe(
     if isinstance(source, Recipe):
         if not overrides:
             return source
-        source = plain_recipe(source)
+        source = recipe_to_dict(source)
     if isinstance(source, Mapping):
         return recipe_from_tree(with_flags(source, overrides))
     path = Path(source)
@@ -376,7 +376,7 @@ def resolve_recipe(
     return recipe_from_file(find_recipe(str(source)) if is_name else path, overrides)
 
 
-def located(recipe: Recipe) -> Recipe:
+def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The same with absolute paths, so that it can be resumed from any folder."""
     data = recipe.data
     sources = tuple(s if s == "builtin" else os.path.abspath(s) for s in data.sources)
@@ -387,6 +387,6 @@ def located(recipe: Recipe) -> Recipe:
     return replace(recipe, data=replace(data, sources=sources, tokenizer=tokenizer), start=start)
 
 
-def plain_recipe(recipe: Recipe) -> dict[str, Any]:
+def recipe_to_dict(recipe: Recipe) -> dict[str, Any]:
     """The tree that `recipe_from_tree` reads back."""
-    return plain(recipe)
+    return to_dict(recipe)

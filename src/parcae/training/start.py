@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from parcae.config import ConfigError, ModelConfig, require
 from parcae.files import FileError
 from parcae.presets import preset
-from parcae.recipe import build, merge, plain
+from parcae.recipe import build, merge, to_dict
 from parcae.runs import find_checkpoint, load, weights_checksum
 from parcae.runs.layout import is_checkpoint_path, step_of
 
@@ -36,7 +36,7 @@ def model_from_weights(table: Mapping[str, Any], path: str) -> ModelConfig:
     folder = find_checkpoint(path)
     config = read_config(folder)
     stated = {key: value for key, value in table.items() if key != "preset"}
-    tree = plain(config)
+    tree = to_dict(config)
     tree["loop"].pop("curriculum", None)
     shape = _shape(config)
     expected = stated

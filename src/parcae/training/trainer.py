@@ -12,44 +12,42 @@ from typing import Any
 
 import torch
 
-from parcae import console
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, exclusive, interpreting, write_json
+from parcae.files import FileError, interpreting, lock_folder, nan_to_none
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
-from parcae.recipe import plain
-from parcae.runs.layout import RESULT_FILE, STATE_FILE, checkpoint_path, list_steps
+from parcae.recipe import to_dict
+from parcae.runs.layout import STATE_FILE, checkpoint_path
+from parcae.runs.records import RunStatus, TrainResult
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
-from parcae.training.data_use import use_of_loader
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
-from parcae.training.log import Display, Log, finite, open_trackers
+from parcae.training.log import Display, Log, open_trackers
 from parcae.training.memory_estimate import choose_micro_batch
-from parcae.training.plan import UTILISATION, peak_flops, step_seconds
-from parcae.training.run import TrainResult, read_recipe, resume_run, start_run
+from parcae.training.messages import end_message, start_messages
+from parcae.training.plan import peak_flops
+from parcae.training.run import read_recipe, resume_run, start_run
 from parcae.training.schedule import flops_per_step, tokens_per_step
-from parcae.training.settings import Recipe, located, plain_recipe
+from parcae.training.settings import Recipe, recipe_to_dict, with_absolute_paths
 from parcae.training.start import read_start
 
 AVERAGED_STEPS = 20
 """The training loss of a run is the mean over its last steps, as many as this."""
-SLOW_STEP_SECONDS = 5.0
-"""A first step that is expected to take longer is announced."""
 STOPPING = (
     "Stopping after this step; a checkpoint will be saved. A second signal ends the run "
     "immediately."
 )
 
 
-def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, Any]:
-    """Train into the run folder `out`, and return the contents of result.json.
+def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
+    """Train into the run folder `out`, and return the result, which is also in result.json.
 
     All processes of a run call this; `parcae.train` is the public call.
     """
-    recipe = located(recipe)
+    recipe = with_absolute_paths(recipe)
     keep_freed_memory()
     with ExitStack() as stack:
         stack.enter_context(SpinLimiter())
@@ -61,7 +59,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
         with workers.first_works():  # tokenising may take hours
             if workers.is_first:
                 try:
-                    stack.enter_context(exclusive(out))
+                    stack.enter_context(lock_folder(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
                 except (ConfigError, FileError) as error:
                     failure = error
@@ -83,8 +81,7 @@ def _with_micro_batch(
 ) -> Recipe:
     """The recipe with the micro-batch of its run, or one that fits the memory of all processes.
 
-    It is recorded in the run's recipe.toml, since other micro-batches round differently. Runs of
-    earlier versions recorded none: there it is the whole share of a process.
+    It is recorded in the run's recipe.toml, since other micro-batches round differently.
     """
     if recipe.data.micro_batch is not None or recipe.data.global_batch % workers.size:
         return recipe
@@ -122,13 +119,13 @@ class Trainer:
         self.peak = peak_flops(workers.device, learner.dtype) if workers.is_first else None
         """FLOP/s of this device; raised by a step that was faster."""
         self.seconds = 0.0
-        """Of this run so far, with validation, telemetry and checkpoints."""
+        """Time of this run so far, with validation, telemetry and checkpoints."""
         self.training_seconds = 0.0
-        """Of the optimiser steps alone, by which a budget in minutes counts; the mean of all
+        """Time of the optimiser steps alone, by which a budget in minutes counts; the mean of all
         processes, so that they agree on the end."""
         self.executed_flops = 0.0
-        self.validated: dict[int, LossByLoops] = {}
-        """The last validation, by its step."""
+        self.last_validation: tuple[int, LossByLoops] | None = None
+        """Its step and losses."""
         self.best_loss = math.inf
         self.recent_losses: deque[float] = deque(maxlen=AVERAGED_STEPS)
         self.first_telemetry: dict[str, Any] | None = None
@@ -152,37 +149,42 @@ class Trainer:
         losses = self.recent_losses
         return math.fsum(losses) / len(losses) if losses else math.nan
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> TrainResult:
         failure = None
         if self.workers.is_first:
             try:
-                settings, step = plain_recipe(self.recipe), self.learner.step
+                settings, step = recipe_to_dict(self.recipe), self.learner.step
                 trackers = open_trackers(self.recipe.run.trackers, self.out, settings, step)
                 self.log = Log(self.out, step, trackers)
             except (ConfigError, FileError) as error:
                 failure = error
         self.workers.raise_together(failure)
-        self._print_start()
-        status, diagnosis = "finished", None
-        message = STOPPING if self.workers.is_first else None
-        with self.display, StopSignals(message=message) as stop:
+        for message in start_messages(self.learner, self.out, self.progress, self.peak):
+            self.display.print(message)
+        with self.display, StopSignals(message=STOPPING if self.workers.is_first else None) as stop:
             if self.checkpoints.newest is None:
                 self._start_from_weights()
             self._clock = time.perf_counter()
-            while status == "finished" and self.progress < 1:
-                self._train_step()
-                # A checkpoint that could not be written stops the run too: saving raises its error.
-                stopping = self.workers.any(stop.asked or self.checkpoints.failed)
-                if self.learner.guard.has_diverged:
-                    status, diagnosis = "diverged", self._diagnose()
-                elif stopping and self.progress < 1:
-                    status = "interrupted"
-            if status == "finished" and self.learner.step not in self.validated:
+            status = self._train_steps(stop)
+            if status == "finished" and self._losses_of(self.learner.step) is None:
                 self._validate()
             if status != "diverged" and not self._save():
-                status, diagnosis = "diverged", self._diagnose()
+                status = "diverged"
+            diagnosis = self._diagnose() if status == "diverged" else None
             self.checkpoints.wait()
         return self._finish(status, diagnosis)
+
+    def _train_steps(self, stop: StopSignals) -> RunStatus:
+        """Train to the end of the budget, a signal or a divergence; returns which it was."""
+        while self.progress < 1:
+            self._train_step()
+            # A checkpoint that could not be written stops the run too: saving raises its error.
+            stopping = self.workers.any(stop.asked or self.checkpoints.failed)
+            if self.learner.guard.has_diverged:
+                return "diverged"
+            if stopping and self.progress < 1:
+                return "interrupted"
+        return "finished"
 
     def _start_from_weights(self) -> None:
         """Read the weights the recipe starts from, if any, and save them as step 0.
@@ -222,6 +224,8 @@ class Trainer:
 
     def _count(self, measured: Step, took: float) -> None:
         self._count_time()
+        if self.peak is not None:
+            self.peak = max(self.peak, measured.flops / took / self.workers.size)
         if self.recipe.budget.clock_minutes:
             took = self.workers.gather(torch.tensor([took], dtype=torch.float64)).mean().item()
         self.training_seconds += took
@@ -236,10 +240,7 @@ class Trainer:
 
     def _report(self, measured: Step, took: float) -> None:
         step, tokens = self.learner.step, tokens_per_step(self.recipe)
-        spike = measured.taken and self.learner.guard.is_spike(measured.loss)
         device_flops = measured.flops / took / self.workers.size
-        if self.peak is not None:
-            self.peak = max(self.peak, device_flops)
         numbers: dict[str, Any] = {
             "loss": measured.loss,
             "train_loss": self.train_loss,
@@ -261,7 +262,7 @@ class Trainer:
         if not measured.taken:
             norm = measured.gradient_norm
             self._event("skipped", f"loss {measured.loss}, gradient norm {norm}: step not taken")
-        elif spike:
+        elif measured.spike:
             mean = self.learner.guard.loss_mean
             self._event("spike", f"loss {measured.loss:.3f}, running mean {mean:.3f}")
 
@@ -277,14 +278,14 @@ class Trainer:
         telemetry = self.learner.measure_telemetry()
         if telemetry is not None:
             self._write("telemetry", **telemetry)
-            self.first_telemetry = self.first_telemetry or finite(telemetry)
+            self.first_telemetry = self.first_telemetry or nan_to_none(telemetry)
 
     def _validate(self) -> bool:
         """Validate where rows are held out; returns whether the loss is the lowest so far."""
         if not self.learner.can_validate:
             return False
         losses = self.learner.validate()
-        self.validated = {self.learner.step: losses}
+        self.last_validation = (self.learner.step, losses)
         bits = {t: loss.bits_per_byte for t, loss in losses.items()}
         self._write(
             "validation", losses={t: loss.loss for t, loss in losses.items()}, bits_per_byte=bits
@@ -296,6 +297,11 @@ class Trainer:
         if improved:
             self.best_loss = deciding
         return improved
+
+    def _losses_of(self, step: int) -> LossByLoops | None:
+        """The validation of this step; None if there was none."""
+        last = self.last_validation
+        return last[1] if last is not None and last[0] == step else None
 
     def deciding_loss(self, losses: LossByLoops) -> float:
         """The validation loss by which the best checkpoint is chosen: at the mean of training."""
@@ -311,16 +317,16 @@ class Trainer:
             reason = problem or "a tensor of another process is not finite"
             self._event("not saved", f"{reason}, so this step is not saved")
             return False
-        losses = self.validated.get(self.learner.step)
+        losses = self._losses_of(self.learner.step)
         counters = {
             "seconds": self.seconds,
             "training_seconds": self.training_seconds,
             "executed_flops": self.executed_flops,
-            "best_loss": finite(self.best_loss),
+            "best_loss": nan_to_none(self.best_loss),
             "recent_losses": list(self.recent_losses),
             "first_telemetry": self.first_telemetry,
-            "validation_loss": finite(self.deciding_loss(losses)) if losses else None,
-            "validation": finite({t: asdict(loss) for t, loss in (losses or {}).items()}),
+            "validation_loss": nan_to_none(self.deciding_loss(losses)) if losses else None,
+            "validation": nan_to_none({t: asdict(loss) for t, loss in (losses or {}).items()}),
         }
         self.checkpoints.save(self.learner.snapshot(counters))
         return True
@@ -353,87 +359,23 @@ class Trainer:
         """Set all but the tensors from the contents of state.json."""
         self.learner.restore(step, state)
         self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
-        self.training_seconds = state.get("training_seconds", self.seconds)
+        self.training_seconds = state["training_seconds"]
         self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
-        # Checkpoints of earlier versions have the mean only.
-        before = state.get("recent_losses", [state.get("train_loss")])
-        self.recent_losses.extend(loss for loss in before if loss is not None)
-        self.first_telemetry = state.get("first_telemetry", state.get("first_look"))
+        self.recent_losses.extend(state["recent_losses"])
+        self.first_telemetry = state["first_telemetry"]
         losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
-        self.validated = {step: losses} if losses else {}
+        self.last_validation = (step, losses) if losses else None
 
     def _diagnose(self) -> str:
         telemetry = self.learner.measure_telemetry()
         lr = self.learner.optimiser.learning_rates()
-        return diagnose(None if telemetry is None else finite(telemetry), self.first_telemetry, lr)
-
-    def _print_start(self) -> None:
-        recipe, learner = self.recipe, self.learner
-        count, tokens = parameter_count(recipe.model), tokens_per_step(recipe)
-        length = (
-            f"{recipe.budget.minutes:g} minutes"
-            if learner.total is None
-            else f"{console.format_items(learner.total, 'step')}, "
-            f"{console.format_count(learner.total * tokens)} tokens"
+        return diagnose(
+            None if telemetry is None else nan_to_none(telemetry), self.first_telemetry, lr
         )
-        if recipe.budget.max_minutes is not None:
-            length += f", at most {recipe.budget.max_minutes:g} minutes"
-        loop = recipe.model.loop
-        loops = (
-            f"{loop.mean_loops:g} loops on average, {loop.gradient_loops} with gradient"
-            if recipe.model.architecture == "looped"
-            else "a Transformer"
-        )
-        self.display.print(
-            f"{console.format_count(count)} parameters, {loops}; {length}; "
-            f"{self.workers.device.type} in {str(learner.dtype).removeprefix('torch.')}"
-            + (f", {self.workers.size} processes" if self.workers.size > 1 else "")
-            + f"; into {self.out}"
-        )
-        if self.workers.is_first:
-            self._print_data_use()
-            self._print_step_time()
-        if learner.step:
-            finished = ", the last one: nothing is left to do" if self.progress >= 1 else ""
-            self.display.print(f"Resumed at step {learner.step}{finished}.")
-        warmup = recipe.schedule.warmup_steps
-        if learner.total is not None and warmup > learner.total:
-            self.display.print(
-                f"schedule.warmup_steps: {warmup:,} steps are more than the run has: the "
-                "warm-up never finishes."
-            )
-        if not learner.can_validate:
-            self.display.print(
-                "The held-out documents do not fill a row, so there is no validation. Increase "
-                "data.validation_fraction; a text file is one document unless data.separator "
-                "splits it."
-            )
 
-    def _print_data_use(self) -> None:
-        for use in use_of_loader(self.recipe, self.learner.loader):
-            self.display.print(use.describe())
-            if (warning := use.warning()) is not None:
-                self.display.print(warning)
-
-    def _print_step_time(self) -> None:
-        """Announce a first step that takes long, during which nothing else is printed."""
-        recipe = self.recipe
-        seconds = step_seconds(recipe, self.peak, self.workers.size, UTILISATION)
-        notes: list[str] = []
-        if seconds is not None and seconds > SLOW_STEP_SECONDS and self.peak is not None:
-            notes.append(
-                f"A step takes about {console.format_duration(seconds)}: "
-                f"{console.format_flops(flops_per_step(recipe))} FLOPs at {UTILISATION:.0%} of "
-                f"{console.format_si(self.peak * self.workers.size, 'FLOP/s')}."
-            )
-        if recipe.run.compile:
-            notes.append("The first steps include compilation, which may take minutes.")
-        if notes and self.progress < 1:
-            self.display.print(" ".join(notes))
-
-    def _finish(self, status: str, diagnosis: str | None) -> dict[str, Any]:
+    def _finish(self, status: RunStatus, diagnosis: str | None) -> TrainResult:
         step, learner = self.learner.step, self.learner
-        samples = learner.sample() if status == "finished" else []
+        losses = self._losses_of(step) or {}
         result = TrainResult(
             folder=self.out,
             status=status,
@@ -444,43 +386,23 @@ class Trainer:
             flops=step * flops_per_step(self.recipe),
             executed_flops=self.executed_flops,
             seconds=self.seconds,
-            train_loss=self.train_loss,
-            validation={t: asdict(loss) for t, loss in self.validated.get(step, {}).items()},
+            train_loss=nan_to_none(self.train_loss),
+            validation={t: nan_to_none(asdict(loss)) for t, loss in losses.items()},
             skipped_steps=learner.guard.skipped,
             spikes=learner.guard.spikes,
             device=self.workers.device.type,
             processes=self.workers.size,
             seed=self.recipe.run.seed,
             torch=str(torch.__version__),
-            samples=[dict(sample) for sample in samples],
-            model=plain(self.recipe.model),
+            samples=[dict(sample) for sample in learner.sample()] if status == "finished" else [],
+            model=to_dict(self.recipe.model),
         )
-        contents = finite(result.plain())
         if self.workers.is_first:
-            write_json(self.out / RESULT_FILE, contents)
-        self._print_end(status, diagnosis)
-        return contents
-
-    def _print_end(self, status: str, diagnosis: str | None) -> None:
-        resume = f"parcae train --resume {self.out}"
-        saved = list_steps(self.out)
-        where = f"step {saved[-1]}" if saved else "nothing"
-        early = self.learner.total is not None and self.learner.step < self.learner.total
-        limit = f", the limit, after {self.learner.step} of {self.learner.total} steps"
-        duration = console.format_duration(self.seconds)
-        bad_steps = self.recipe.run.max_nonfinite_steps
-        cause = "its weights are not finite"
-        if self.learner.guard.has_diverged:
-            cause = f"no finite loss or gradient for {bad_steps} steps"
-        messages = {
-            "finished": f"Finished in {duration}{limit if early else ''}: {self.out}",
-            "interrupted": f"Stopped at step {self.learner.step}; saved. Continue with: {resume}",
-            "diverged": f"Diverged at step {self.learner.step}: {cause}. {diagnosis} "
-            f"Saved: {where}.",
-        }
+            result.write()
         if status == "diverged":
             self._event("diverged", str(diagnosis))
-        self.display.print(messages[status])
+        self.display.print(end_message(result, learner))
+        return result
 
     def close(self) -> None:
         self.checkpoints.close()

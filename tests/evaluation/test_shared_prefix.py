@@ -11,9 +11,9 @@ import parcae
 from conftest import tiny
 from evaluation_fixtures import score_all
 from parcae.config import LoopConfig
-from parcae.evaluation.branches import Bundle, batches, bundles
 from parcae.evaluation.prompts import Prompt, Span, cut_left
 from parcae.evaluation.scorer import LoopedScorer
+from parcae.evaluation.shared_prefix import PrefixGroup, batches, prefix_groups
 from parcae.model import create
 
 tokens = st.lists(st.integers(0, 95), min_size=2, max_size=14)
@@ -85,7 +85,7 @@ def test_shared_tokens_are_computed_once():
         (Span(20, 22), Span(20, 23), Span(20, 22)),
         (22, 23, 22),
     )
-    ((held, branches),) = bundles(prompt)
+    ((held, branches),) = prefix_groups(prompt)
     assert held.shared == shared
     assert held.branches == ((1,), (3, 4))  # the last token of each is predicted, not read
     assert branches == [[0, 2], [1]]
@@ -96,14 +96,14 @@ def test_shared_tokens_are_computed_once():
 def test_answers_of_one_token_cost_nothing_more():
     shared = tuple(range(10))
     prompt = Prompt(tuple((*shared, letter) for letter in range(4)), (Span(10, 11),) * 4, (11,) * 4)
-    ((held, branches),) = bundles(prompt)
-    assert held == Bundle(shared, ((),))
+    ((held, branches),) = prefix_groups(prompt)
+    assert held == PrefixGroup(shared, ((),))
     assert branches == [[0, 1, 2, 3]]
 
 
 def test_sequences_cut_at_different_positions_share_nothing():
     prompt = cut_left([[*range(30), 1], [*range(30), 1, 2]], [Span(30, 31), Span(30, 32)], 16)
-    assert [held.size for held, _ in bundles(prompt)] == [15, 15]
+    assert [held.size for held, _ in prefix_groups(prompt)] == [15, 15]
 
 
 def test_batches_keep_their_size_and_every_prompt():

@@ -1,11 +1,11 @@
-"""Sequences with a common beginning, computed together: the shared tokens are computed once.
+"""Score alternatives that share a prefix in one pass: the prefix is computed once (tree attention).
 
-A bundle is a shared beginning and the branches that continue it. Bundles lie end to end as one row
-of tokens, the beginning first, then branch after branch. Matrix products and norms see plain
+A group is a shared prefix and the branches that continue it. Groups lie end to end as one row
+of tokens, the prefix first, then branch after branch. Matrix products and norms see plain
 tokens; only attention treats them differently:
 
-    tokens of the beginning    attend to the beginning, causally
-    tokens of a branch         attend to all of the beginning, and to their own branch causally
+    tokens of the prefix    attend to the prefix, causally
+    tokens of a branch      attend to all of the prefix, and to their own branch causally
 
 All tokens that attend to each other pass through a layer together, so nothing is kept between
 layers: there is no cache, and any number of loops can be read from one pass. `PromptBatch` makes
@@ -23,18 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.evaluation.prompts import Answer, Prompt, common_prefix
+from parcae.evaluation.prompts import Answer, Prompt
 from parcae.infer.cache import Layout
+from parcae.infer.rows import common_prefix
 
 
 @dataclass(frozen=True)
-class Bundle:
+class PrefixGroup:
     shared: tuple[int, ...]
     branches: tuple[tuple[int, ...], ...]
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Bundles of one shape are computed together."""
+        """Groups of one shape are computed together."""
         return (len(self.shared), *map(len, self.branches))
 
     @property
@@ -47,25 +48,25 @@ class Bundle:
 
     @property
     def positions(self) -> list[int]:
-        """Of each token in its own sequence."""
+        """The position of each token in its own sequence."""
         begin = len(self.shared)
         tails = (range(begin, begin + len(branch)) for branch in self.branches)
         return [*range(begin), *(position for tail in tails for position in tail)]
 
     def index(self, branch: int, position: int) -> int:
-        """Index in the bundle of the token at `position` of a branch's sequence."""
+        """Index in the group of the token at `position` of a branch's sequence."""
         if position < len(self.shared):
             return position
         return position + sum(self.shape[1 : branch + 1])
 
 
-def bundle(sequences: Sequence[tuple[int, ...]]) -> Bundle:
-    shared = common_prefix(sequences)
-    return Bundle(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
+def prefix_group(sequences: Sequence[tuple[int, ...]]) -> PrefixGroup:
+    shared = common_prefix(*sequences)
+    return PrefixGroup(sequences[0][:shared], tuple(tokens[shared:] for tokens in sequences))
 
 
-def bundles(prompt: Prompt) -> Iterator[tuple[Bundle, list[list[int]]]]:
-    """The bundles of a prompt, each with the alternatives of its branches. The last token of a
+def prefix_groups(prompt: Prompt) -> Iterator[tuple[PrefixGroup, list[list[int]]]]:
+    """The groups of a prompt, each with the alternatives of its branches. The last token of a
     scored span is predicted but never read, so answers of one token are one branch, as are equal
     sequences. Sequences that were cut at different positions share nothing."""
     groups: dict[int, dict[tuple[int, ...], list[int]]] = {}
@@ -73,12 +74,12 @@ def bundles(prompt: Prompt) -> Iterator[tuple[Bundle, list[list[int]]]]:
         dropped = prompt.lengths[index] - len(tokens)
         groups.setdefault(dropped, {}).setdefault(tokens[: span.end - 1], []).append(index)
     for group in groups.values():
-        together = bundle(list(group))
+        together = prefix_group(list(group))
         if len(together.shared) >= max(together.shape[1:]):
             yield together, list(group.values())
         else:  # they share so little that a mask over all of them costs more
             for tokens, alternatives in group.items():
-                yield Bundle(tokens, ((),)), [alternatives]
+                yield PrefixGroup(tokens, ((),)), [alternatives]
 
 
 class LayerKV:
@@ -88,8 +89,8 @@ class LayerKV:
     v: Tensor
 
 
-class Scratch:
-    """Takes the place of the cache of decoding: the keys and values of one layer suffice."""
+class NoCache:
+    """Layer caches of a pass that keeps nothing: the keys and values of one layer suffice."""
 
     def __init__(self, layout: Layout) -> None:
         kv = LayerKV()
@@ -102,8 +103,8 @@ class Scratch:
 
 
 @dataclass(frozen=True, eq=False)
-class SameShape:
-    """Bundles of one shape, next to each other."""
+class EqualShapeGroups:
+    """Groups of one shape, next to each other."""
 
     start: int
     count: int
@@ -113,7 +114,7 @@ class SameShape:
     """Attention mask of the branches [branch tokens, size], added to the scores."""
 
     def part(self, x_NHE: Tensor) -> Tensor:
-        """These bundles' tokens [count, H, size, E]."""
+        """These groups' tokens [count, H, size, E]."""
         here = x_NHE[self.start : self.start + self.count * self.size]
         return here.unflatten(0, (self.count, self.size)).transpose(1, 2)
 
@@ -125,15 +126,15 @@ class SameShape:
             out[:, :, n:] = _attend(q[:, :, n:], k, v, self.mask, scale)
 
 
-class Branches:
-    """The attention of one pass over bundles; takes the place of the `Batch` of decoding."""
+class SharedPrefixBatch:
+    """The attention of one pass over groups, as an `AttentionBatch`."""
 
-    def __init__(self, bundles: Sequence[Bundle], device: torch.device) -> None:
-        self.ids = [token for bundle in bundles for token in bundle.ids]
-        self.positions = [position for bundle in bundles for position in bundle.positions]
+    def __init__(self, groups: Sequence[PrefixGroup], device: torch.device) -> None:
+        self.ids = [token for group in groups for token in group.ids]
+        self.positions = [position for group in groups for position in group.positions]
         self.id_tensor = torch.tensor(self.ids, device=device)
         self.position_tensor = torch.tensor(self.positions, device=device)
-        self._groups = list(_same_shape(bundles, device))
+        self._groups = list(_same_shape(groups, device))
 
     def write_kv(self, kv: LayerKV, k_NKE: Tensor, v_NKE: Tensor) -> None:
         kv.k, kv.v = k_NKE, v_NKE
@@ -152,11 +153,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float |
     )
 
 
-def _same_shape(bundles: Sequence[Bundle], device: torch.device) -> Iterator[SameShape]:
+def _same_shape(groups: Sequence[PrefixGroup], device: torch.device) -> Iterator[EqualShapeGroups]:
     start = 0
-    for shape, group in groupby(bundles, key=lambda bundle: bundle.shape):
+    for shape, group in groupby(groups, key=lambda group: group.shape):
         count, size = len(list(group)), sum(shape)
-        yield SameShape(start, count, size, shape[0], _mask(shape, device))
+        yield EqualShapeGroups(start, count, size, shape[0], _mask(shape, device))
         start += count * size
 
 
@@ -174,14 +175,14 @@ class PromptBatch:
 
     def __init__(self, prompts: Sequence[Prompt]) -> None:
         parts = [
-            (bundle, owner, branches)
+            (group, owner, branches)
             for owner, prompt in enumerate(prompts)
-            for bundle, branches in bundles(prompt)
+            for group, branches in prefix_groups(prompt)
         ]
         parts.sort(key=lambda part: part[0].shape)  # neighbours of one shape are computed together
-        self.bundles: list[Bundle] = [bundle for bundle, _, _ in parts]
+        self.groups: list[PrefixGroup] = [group for group, _, _ in parts]
         self.owners = [owner for _, owner, _ in parts]
-        """The index of the prompt of each bundle."""
+        """The index of the prompt of each group."""
         self.predictors: list[int] = []
         """Positions in the row whose prediction is scored."""
         self.targets: list[int] = []
@@ -189,17 +190,23 @@ class PromptBatch:
         """Prompt, alternative and number of tokens, in the order of the targets."""
         self._prompts = len(prompts)
         start = 0
-        for bundle, owner, branches in parts:
+        for group, owner, branches in parts:
             for branch, alternatives in enumerate(branches):
                 for alternative in alternatives:
-                    self._add(prompts[owner], owner, alternative, start, bundle, branch)
-            start += bundle.size
+                    self._add(prompts[owner], owner, alternative, start, group, branch)
+            start += group.size
 
     def _add(
-        self, prompt: Prompt, owner: int, alternative: int, start: int, bundle: Bundle, branch: int
+        self,
+        prompt: Prompt,
+        owner: int,
+        alternative: int,
+        start: int,
+        group: PrefixGroup,
+        branch: int,
     ) -> None:
         begin, end = prompt.spans[alternative]
-        self.predictors += [start + bundle.index(branch, at - 1) for at in range(begin, end)]
+        self.predictors += [start + group.index(branch, at - 1) for at in range(begin, end)]
         self.targets += prompt.sequences[alternative][begin:end]
         self._spans.append((owner, alternative, end - begin))
 

@@ -1,0 +1,52 @@
+"""Where a model runs: the device that a name such as `auto` or `cuda:1` means on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from parcae.schema import ConfigError, require
+
+if TYPE_CHECKING:
+    import torch
+
+TRAINING_DEVICES = ("cuda", "mps", "cpu")
+INFERENCE_DEVICES = ("cuda", "cpu")
+"""In the order in which `auto` prefers them. MPS has no float64, in which exit rules, scores and
+traces are computed."""
+DEVICE_HELP = (
+    "where the model runs: auto, cpu, cuda or cuda:N (default: auto, which is cuda if available)"
+)
+
+
+def find_device(
+    wanted: str | torch.device = "auto",
+    *,
+    auto: Sequence[str] = INFERENCE_DEVICES,
+    key: str = "device",
+) -> torch.device:
+    """The device of this name; `auto` is the first one of the list that is available.
+
+    ConfigError if it cannot be used; `key` is what the message calls the setting.
+    """
+    import torch
+
+    if wanted == "auto":
+        wanted = next(name for name in auto if is_available(name))
+    elif str(wanted) in TRAINING_DEVICES:
+        usable = " or ".join(name for name in TRAINING_DEVICES if is_available(name))
+        problem = f"no {wanted} device is available"
+        require(is_available(str(wanted)), key, problem, f"Use auto or {usable}.")
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"{key}: {wanted} cannot be used here ({reason}). Use cpu.") from None
+
+
+def is_available(name: str) -> bool:
+    """Whether PyTorch can use a device of the type cuda, mps or cpu."""
+    import torch
+
+    available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    return name not in available or available[name]()
