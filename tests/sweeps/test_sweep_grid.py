@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import parcae
 from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.model import create
@@ -176,6 +177,13 @@ def test_wrong_words_are_told_before_anything_runs(words, message, tmp_path, cap
     assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_recipe_that_comes_with_parcae_is_found_by_name(tmp_path):
+    sweep = parcae.sweep(
+        "smoke", tmp_path / "sweep", loops=[1], dry_run=True, device_flops=1e12, verbose=False
+    )
+    assert [run.steps for run in sweep.runs] == [12]
 
 
 def test_a_sweep_that_is_not_there_is_told(tmp_path, capsys):

@@ -116,7 +116,8 @@ def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -
 def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
     return (
         f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). "
-        "Convert it, or use --encoding-errors replace."
+        "Convert it, or use --encoding-errors replace of `parcae tokenizer train` and "
+        "`parcae data prepare`."
     )
 
 
