@@ -56,6 +56,12 @@ def test_the_command_has_the_defaults_of_the_call():
     assert parameters["temperature"].default == Sampling().temperature == TEMPERATURE
 
 
+def test_bytes_that_are_no_character_are_written_as_numbers():
+    assert generation_output.quoted(b"a\n") == r"'a\n'"
+    assert generation_output.quoted("é".encode()) == "'é'"
+    assert generation_output.quoted(b"\xe6\x97") == r"'\xe6\x97'"
+
+
 def spell(ids):
     stream = TextStream(TOKENIZER)
     return "".join(map(stream.push, ids)) + stream.finish()
