@@ -1,6 +1,6 @@
 """Train a small looped model, then generate text with 1, 2, 4 and 8 loops.
 
-python examples/train_from_python.py --source my_text.txt --out runs/example
+python examples/train_from_python.py --source my_text.txt --separator '<|endoftext|>'
 """
 
 import argparse
@@ -13,6 +13,7 @@ parser.add_argument("--steps", type=int, default=100, help="optimiser steps (def
 parser.add_argument(
     "--source", default="builtin", help="file or folder (default: Python's standard library)"
 )
+parser.add_argument("--separator", help="line between the documents of a text file (default: none)")
 args = parser.parse_args()
 
 recipe = {
@@ -24,6 +25,7 @@ recipe = {
     },
     "data": {
         "sources": [args.source],
+        "separator": args.separator,
         "validation_fraction": 0.05,
         "global_batch": 16,
         "split_long": True,  # documents longer than the context become several rows
@@ -33,10 +35,10 @@ recipe = {
 }
 result = parcae.train(recipe, args.out)
 for loops, loss in result.losses.items():
-    print(f"{loops} loops: held-out loss {loss:.3f} nats per token")
+    print(f"T = {loops}: held-out loss {loss:.3f} nats per token")
 
 checkpoint = parcae.open_checkpoint(args.out)
 engine = parcae.Engine(checkpoint.model, checkpoint.tokenizer)
 for loops in (1, 2, 4, 8):
     text = engine.generate("import ", loops=loops, new_tokens=32).text
-    print(f"{loops} loops: {text!r}")
+    print(f"T = {loops}: {text!r}")

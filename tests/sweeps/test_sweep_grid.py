@@ -198,7 +198,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     words = ["--budgets", "1e10,2e10", "--loops", "1,4", "--utilisation", "0.4", "--dry-run"]
     assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *words]) == 0
     said = capsys.readouterr().out
-    for name in ("effective", "tokens", "steps", "FLOPs", "Duration", "mu4-2e10-flops", "to do"):
+    for name in ("effective", "tokens", "steps", "FLOPs", "duration", "mu4-2e10-flops", "to do"):
         assert name in said
     assert not (tmp_path / "sweep").exists()
 

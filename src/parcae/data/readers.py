@@ -206,11 +206,13 @@ def _text_of(line: bytes, options: ReadOptions, location: str) -> str:
 
 def _no_field(location: object, field: str, fields: Any) -> str:
     names = ", ".join(map(str, fields)) or "nothing"
-    return f"{location}: no field {field!r}; it has {names}. Choose one with --text-field."
+    remedy = "Choose one with data.text_field in a recipe, or --text-field."
+    return f"{location}: no field {field!r}; it has {names}. {remedy}"
 
 
 def _not_text(what: str, kind: object, others: list[str]) -> str:
-    remedy = f"Choose a text field with --text-field: {', '.join(others)}."
+    names = ", ".join(others)
+    remedy = f"Choose a text field with data.text_field in a recipe, or --text-field: {names}."
     return f"{what} is {kind}, not text. {remedy if others else 'There is no text field.'}"
 
 
