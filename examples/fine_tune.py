@@ -47,6 +47,6 @@ for _ in range(args.steps):
     optimiser.zero_grad()
 
 for loops, loss in before.items():
-    print(f"{loops} loops: held-out loss {loss:.3f} before, {loss_at(loops):.3f} after")
+    print(f"T = {loops}: held-out loss {loss:.3f} before, {loss_at(loops):.3f} after")
 parcae.save(model, args.out)
 tokenizer.save(Path(args.out) / "tokenizer.json")

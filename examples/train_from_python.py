@@ -1,10 +1,9 @@
 """Train a small looped model, then generate text with 1, 2, 4 and 8 loops.
 
-python examples/train_from_python.py --out runs/example
-python examples/train_from_python.py --source my_texts/ --out runs/example
+    python examples/train_from_python.py --source my_text.txt --separator "<|endoftext|>"
 
-A source is a folder of .txt files, some dozens at least: each file is one document, and 5 % of the
-documents are held out for validation.
+A source is a text file with a line between its documents, or a folder of text files. 5 % of the
+documents are held out for validation, so there should be some dozens.
 """
 
 import argparse
@@ -17,6 +16,7 @@ parser.add_argument("--steps", type=int, default=100, help="optimiser steps (def
 parser.add_argument(
     "--source", default="builtin", help="folder of text files (default: Python's standard library)"
 )
+parser.add_argument("--separator", help="line between the documents of a text file (default: none)")
 args = parser.parse_args()
 
 recipe = {
@@ -28,6 +28,7 @@ recipe = {
     },
     "data": {
         "sources": [args.source],
+        "separator": args.separator,
         "validation_fraction": 0.05,
         "global_batch": 16,
         "split_long": True,  # documents longer than the context become several rows
@@ -37,7 +38,7 @@ recipe = {
 }
 result = parcae.train(recipe, args.out)
 for loops, loss in result.losses.items():
-    print(f"{loops} loops: held-out loss {loss:.3f} nats per token")
+    print(f"T = {loops}: held-out loss {loss:.3f} nats per token")
 
 checkpoint = parcae.open_checkpoint(args.out)
 engine = parcae.Engine(checkpoint.model, checkpoint.tokenizer)

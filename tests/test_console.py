@@ -70,7 +70,8 @@ def test_counts(value: float, text: str) -> None:
 
 
 def test_flops_and_speeds() -> None:
-    assert [console.format_flops(x) for x in (0, 512, 6.4e19)] == ["0", "512", "6.4e19"]
+    texts = [console.format_flops(x) for x in (0, 512, 1e9, 6.4e19)]
+    assert texts == ["0", "512", "1e9", "6.4e19"]
     assert [console.format_si(x, "FLOP/s") for x in (12, 999.9e9, 3.12e14)] == [
         "12 FLOP/s",
         "1 TFLOP/s",

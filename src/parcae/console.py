@@ -190,8 +190,8 @@ def format_si(value: float, unit: str) -> str:
 
 
 def format_flops(value: float) -> str:
-    """A number of FLOPs in scientific notation: 6.4e19."""
-    return f"{value:.3g}".replace("e+", "e")
+    """A number of FLOPs in scientific notation: 1e9, 6.4e19."""
+    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
 def format_bytes(count: float) -> str:

@@ -57,7 +57,7 @@ def _in_form(hint: Any, value: Any) -> Any:
         return build(inner, value)
     if isinstance(value, list) and typing.get_origin(inner) is tuple:
         return tuple(value)
-    if value == "none" and inner is not hint and inner is not str:
+    if value == "none" and inner is not hint:
         return None
     return value
 
@@ -122,13 +122,24 @@ def _error_alone(tree: Tree, make: Callable[[Tree, Tree], Any]) -> str | None:
     return None
 
 
+def recipe_path(source: str | Path) -> Path:
+    """The file of a recipe that is given by its path, or by its name if it is part of parcae."""
+    path = Path(source)
+    is_name = len(path.parts) == 1 and path.suffix != ".toml" and not path.exists()
+    return find_recipe(str(source)) if is_name else path
+
+
 def find_recipe(name: str) -> Path:
     """The path of a recipe that is part of parcae: in the installed package or the source tree."""
     here = Path(__file__).parent
-    for folder in (here / "recipes", here.parents[1] / "recipes"):
+    folders = (here / "recipes", here.parents[1] / "recipes")
+    for folder in folders:
         if (folder / f"{name}.toml").exists():
             return folder / f"{name}.toml"
-    raise ConfigError(f"{name}: parcae has no recipe of this name.")
+    file = Path(f"{name}.toml")
+    known = [path.stem for folder in folders for path in folder.glob("*.toml")]
+    hint = suggest(name, [*known, str(file)] if file.exists() else known)
+    raise ConfigError(f"{name}: parcae has no recipe of this name. {hint}")
 
 
 def write_toml(tree: Mapping[str, Any]) -> str:

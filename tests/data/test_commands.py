@@ -146,3 +146,20 @@ def test_separated_texts_from_a_file_to_shards(tmp_path: Path) -> None:
     documents = ShardedDocuments.open(out)
     decode = documents.tokenizer().decode
     assert [decode(documents.tokens(i)[1:]) for i in range(len(documents.lengths))] == stories
+
+
+def test_a_separator_that_splits_nothing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, vocabulary = tmp_path / "stories.txt", tmp_path / "t.json"
+    source.write_text("<|endoftext|>\n".join(f"Story {i}.\n" for i in range(50)))
+    for option in ("--separator", "--document-start"):
+        note = f"{option[2:].replace('-', '_')}: '<eot>' splits the file nowhere"
+        wrong, out = (option, "<eot>"), tmp_path / option
+        assert run("tokenizer", "train", source, "--size", "270", "--out", vocabulary, *wrong) == 0
+        assert note in capsys.readouterr().err
+        assert run("data", "prepare", source, "--tokenizer", vocabulary, "--out", out, *wrong) == 0
+        assert note in capsys.readouterr().err
+    right = ("--separator", "<|endoftext|>")
+    assert run("tokenizer", "train", source, "--size", "270", "--out", vocabulary, *right) == 0
+    assert "nowhere" not in capsys.readouterr().err

@@ -110,7 +110,8 @@ def test_another_field(tmp_path: Path) -> None:
     for name in RECORD_NAMES:
         path = write_records(tmp_path / name, ["body"], field="content")
         assert texts_of(path, text_field="content") == ["body"]
-        with pytest.raises(FileError, match=r"no field 'text'; it has id, content.*--text-field"):
+        remedy = r"data\.text_field in a recipe, or --text-field"
+        with pytest.raises(FileError, match=rf"no field 'text'; it has id, content.*{remedy}"):
             texts_of(path)
 
 

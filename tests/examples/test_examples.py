@@ -40,9 +40,12 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def training(source, tmp_path_factory) -> tuple[Path, str]:
     """The run of train_from_python.py, which other scripts open, and what the script printed."""
-    out = tmp_path_factory.mktemp("examples") / "run"
+    folder = tmp_path_factory.mktemp("examples")
+    text, out, line = folder / "text.txt", folder / "run", "<|endoftext|>"
+    text.write_text(f"{line}\n".join(path.read_text() for path in sorted(source.iterdir())))
+    options = ("--source", text, "--separator", line, "--out", out, "--steps", 2)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        run("train_from_python.py", "--source", source, "--out", out, "--steps", 2)
+        run("train_from_python.py", *options)
     return out, output.getvalue()
 
 
@@ -62,12 +65,12 @@ def test_every_script_is_tested():
 def test_train_from_python(training):
     lines = training[1].splitlines()
     losses = [
-        float(line.split()[4]) for line in lines if "held-out loss" in line and "nats" in line
+        float(line.split()[5]) for line in lines if "held-out loss" in line and "nats" in line
     ]
     assert len(losses) == 4
     assert all(0 < loss < 8 for loss in losses)
-    texts = [line for line in lines if re.match(r"\d loops: ['\"]", line)]
-    assert [line[0] for line in texts] == ["1", "2", "4", "8"]
+    texts = [line for line in lines if re.match(r"T = \d: ['\"]", line)]
+    assert [line[4] for line in texts] == ["1", "2", "4", "8"]
 
 
 @pytest.mark.slow
@@ -102,7 +105,7 @@ def test_fine_tune(trained, tmp_path, capfd):
     text.write_text("class Reader:\n    def read(self):\n        return self.path\n" * 400)
     run("fine_tune.py", trained, text, "--out", out, "--steps", 3, "--learning-rate", 1e-3)
     lines = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["1", "2", "4", "8"]
+    assert [line.split()[2] for line in lines] == ["1:", "2:", "4:", "8:"]
     for line in lines:
         before, after = map(float, re.findall(r"\d+\.\d+", line))
         assert after < before

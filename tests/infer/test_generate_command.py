@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import re
@@ -14,10 +15,13 @@ from conftest import randomised, tiny
 from parcae import console
 from parcae.cli import main
 from parcae.commands import generation_output, repl
-from parcae.commands.generate import unescape
+from parcae.commands.generate import OPTIONS, unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
+from parcae.infer.defaults import TEMPERATURE
+from parcae.infer.engine import Engine
 from parcae.infer.network import open_network
+from parcae.infer.sampling import Sampling
 from parcae.infer.sequence import Meter, Piece, TextStream
 from parcae.model.store import save
 from reference import generate
@@ -40,6 +44,22 @@ def folder(model, tmp_path_factory):
     save(model, folder)
     TOKENIZER.save(folder / "tokenizer.json")
     return folder
+
+
+def test_the_command_has_the_defaults_of_the_call():
+    parameters = inspect.signature(Engine.request).parameters
+    assert {option.name: option.default for option in OPTIONS} == {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in ("self", "prompt", "stop_tokens")
+    }
+    assert parameters["temperature"].default == Sampling().temperature == TEMPERATURE
+
+
+def test_bytes_that_are_no_character_are_written_as_numbers():
+    assert generation_output.quoted(b"a\n") == r"'a\n'"
+    assert generation_output.quoted("é".encode()) == "'é'"
+    assert generation_output.quoted(b"\xe6\x97") == r"'\xe6\x97'"
 
 
 def spell(ids):

@@ -105,6 +105,12 @@ def test_an_optimum_at_the_end_of_the_search_has_the_loss_there(model):
         assert loss[0] == pytest.approx(loss_by_hand(model, end, tokens), rel=1e-12)
 
 
+def test_the_whole_number_of_loops_is_within_the_search(model):
+    best = predict.recommend(model, 1e40)
+    assert best.loops.value == pytest.approx(256)
+    assert best.whole_loops <= 256
+
+
 def test_the_loops_worth_using(model):
     answer = predict.saturation_loops(model, 8, 29.6e9, 1e-3)
     floor = TRAINING.predict(
@@ -163,6 +169,10 @@ def test_what_was_not_fitted_says_why(model):
     bare = replace(model, laws={}, not_fitted={"training": "Too few runs."})
     with pytest.raises(ConfigError, match=r"'training' was not fitted\. Too few runs"):
         predict.recommend(bare, 1e19)
+    bare = replace(bare, not_fitted={"training": f"{model.model}: too few runs."})
+    with pytest.raises(ConfigError) as caught:
+        predict.recommend(bare, 1e19)
+    assert str(caught.value) == f"{model.model}: the law 'training' was not fitted. Too few runs."
 
 
 def test_a_fit_may_be_named_by_its_folder(path, result):

@@ -161,6 +161,11 @@ def test_a_broken_file_is_refused(tmp_path, content, message):
         read_table(path)
 
 
+def test_a_folder_without_a_table_is_named(tmp_path):
+    with pytest.raises(FileError, match=rf"{tmp_path}: no runs\.csv in this folder"):
+        as_table(tmp_path)
+
+
 @pytest.mark.slow
 def test_files_that_are_no_tables(tmp_path):
     with pytest.raises(FileError, match="no such file"):

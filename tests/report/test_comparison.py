@@ -133,3 +133,23 @@ def test_the_command(folders, capsys):
     assert len(json.loads(capsys.readouterr().out)["pairs"]) == 2
     assert main([*arguments, "--loops", "many"]) == 2
     assert "loops: 'many' is not" in capsys.readouterr().err
+
+
+def test_losses_of_different_held_out_rows_are_named(tmp_path):
+    runs = [fakes.looped_run(tmp_path / name) for name in ("a", "b", "c")]
+    for run, documents in zip(runs, ("1", "1", "2"), strict=True):
+        state = {"sources": [{"train": "0", "validation": documents}]}
+        write_json(run / "checkpoints" / "step-00000060" / "state.json", state)
+    assert parcae.compare(*runs[:2]).notes == []
+    (note,) = parcae.compare(*runs).notes
+    assert "a and c were validated on different rows" in note
+    assert "--val-data" in note
+    page = parcae.write_report(runs, tmp_path / "report").read_text()
+    assert "a and c were validated on different rows" in page
+    page = parcae.write_report(runs[:2], tmp_path / "report").read_text()
+    assert "validated on different rows" not in page
+    recipe = (runs[1] / "recipe.toml").read_text()
+    longer = recipe.replace("context_length = ", "context_length = 1")
+    assert longer != recipe
+    (runs[1] / "recipe.toml").write_text(longer)
+    assert len(parcae.compare(*runs[:2]).notes) == 1

@@ -23,7 +23,7 @@ from parcae.runs.checkpoints import write_state
 TOKENS = [5, 17, 80, 80, 3, 60, 9]
 TEXT = "price = $x_1$ [bold] 日\n\tend      of"
 TOKENIZER = Tokenizer.train(["price = value\n\tend      of price\n" * 5], 300)
-LABELS = (">price<", ">[<", ">$<", ">␣×5<", ">→end<")
+LABELS = (">price<", ">[<", ">$<", ">␣×5<", ">→end<", r">\xe6<")
 """Labels of tokens: neither formulas nor markup, and with visible white space."""
 
 

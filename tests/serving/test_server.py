@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -113,6 +114,19 @@ def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, fol
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
+
+
+def test_an_address_that_cannot_be_used_is_named_before_models_are_opened(tmp_path, capsys):
+    missing = str(tmp_path / "missing")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        for options, message in (
+            (["--port", "99999"], "port: 99999 is out of range"),
+            (["--port", str(taken)], f"port: {taken} of 127.0.0.1 is not available"),
+            (["--port", "0"], f"{missing}: no such folder"),
+        ):
+            assert main(["serve", missing, *options]) == 2
+            assert message in capsys.readouterr().err
 
 
 def test_every_setting_is_an_option():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import parcae
 from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.model import create
@@ -178,6 +179,13 @@ def test_wrong_words_are_told_before_anything_runs(words, message, tmp_path, cap
     assert not (tmp_path / "sweep").exists()
 
 
+def test_a_recipe_that_comes_with_parcae_is_found_by_name(tmp_path):
+    sweep = parcae.sweep(
+        "smoke", tmp_path / "sweep", loops=[1], dry_run=True, device_flops=1e12, verbose=False
+    )
+    assert [run.steps for run in sweep.runs] == [12]
+
+
 def test_a_sweep_that_is_not_there_is_told(tmp_path, capsys):
     assert main(["sweep", str(tmp_path / "none")]) == 2
     assert "no such file. Give a recipe, or the folder of a sweep" in capsys.readouterr().err
@@ -190,7 +198,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, capsys):
     words = ["--flops", "1e10,2e10", "--mean-loops", "1,4", "--utilisation", "0.4", "--dry-run"]
     assert main(["sweep", str(recipe), "--out", str(tmp_path / "sweep"), *words]) == 0
     said = capsys.readouterr().out
-    for name in ("effective", "tokens", "steps", "FLOPs", "Duration", "mu4-2e10-flops", "to do"):
+    for name in ("effective", "tokens", "steps", "FLOPs", "duration", "mu4-2e10-flops", "to do"):
         assert name in said
     assert not (tmp_path / "sweep").exists()
 

@@ -46,7 +46,7 @@ def test_documents_are_counted_before_they_are_split(tmp_path):
     use, loader = prepared_use(recipe, tmp_path / "run")
     assert 0 < use.documents <= DOCUMENTS < loader.plans[0].documents
     assert f"in {use.documents:.0f} documents;" in use.describe()
-    (planned,) = planned_use(recipe) or ()
+    (planned,) = planned_use(recipe)
     fraction = recipe.data.validation_fraction
     assert planned.documents == pytest.approx(DOCUMENTS * (1 - fraction))
 
@@ -86,9 +86,21 @@ def test_a_plan_estimates_what_is_not_tokenised(tmp_path):
     assert use.estimated
     assert use.dropped_share == pytest.approx(exact.dropped_share, abs=0.05)
     assert {"quantity": "data_0_epochs", "value": use.epochs} in planned.table()
-    missing = runs.changed(recipe, data={"sources": [str(tmp_path / "missing")]})
-    assert planned_use(missing) is None
-    assert plan(missing, device_flops=1e12).data is None
+
+
+def test_a_plan_says_why_the_data_is_unknown(tmp_path, capsys):
+    text, missing = write_long(tmp_path), tmp_path / "missing"
+    arguments = ["plan", "smoke", "--device-flops", "1e12", "--data.sources"]
+    for settings, reason in (
+        ([f'["{missing}"]'], f"{missing}: no such file"),
+        ([f'["{text}"]', "--data.text_field", "body"], "'body'"),
+    ):
+        assert cli.main([*arguments, *settings]) == 0
+        assert reason in capsys.readouterr().err
+    recipe = runs.recipe(missing)
+    planned = plan(recipe, device_flops=1e12)
+    assert planned.data is None
+    assert f"{missing}: no such file" in str(planned.data_problem)
 
 
 def test_the_command_prints_epochs_and_warns(tmp_path, capsys):

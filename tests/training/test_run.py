@@ -10,7 +10,7 @@ import pytest
 import parcae
 from parcae.config import ConfigError
 from parcae.files import FileError
-from parcae.recipe import write_toml
+from parcae.recipe import parse_flags, write_toml
 from parcae.runs import read_result
 from parcae.training.settings import recipe_to_dict, resolve_recipe
 from training import runs
@@ -43,7 +43,7 @@ def test_the_table_has_a_row_per_step_and_plain_columns(finished):
     assert finished[1].table("telemetry") == []
 
 
-def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path):
+def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path, monkeypatch):
     recipe, _ = finished
     path = tmp_path / "mine.toml"
     path.write_text(write_toml(recipe_to_dict(recipe)))
@@ -51,8 +51,18 @@ def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path):
         assert resolve_recipe(source) == recipe
         assert resolve_recipe(source, {"budget": {"steps": 9}}).budget.steps == 9
     assert resolve_recipe("smoke").budget.steps == 12
-    with pytest.raises(ConfigError, match="no recipe of this name"):
+    with pytest.raises(ConfigError, match=r"no recipe of this name\. Did you mean smoke\?"):
         resolve_recipe("smok")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no recipe of this name\. Did you mean mine\.toml\?"):
+        resolve_recipe("mine")
+
+
+def test_none_unsets_a_setting(finished):
+    flags = parse_flags(["--data.tokenizer", "none", "--data.micro_batch=none"])
+    given = {"data": {"tokenizer": "t.json", "micro_batch": 1}}
+    recipe = resolve_recipe(resolve_recipe(finished[0], given), flags)
+    assert (recipe.data.tokenizer, recipe.data.micro_batch) == (None, None)
 
 
 def test_the_folder_has_the_recipes_name(finished, tmp_path, monkeypatch):

@@ -120,7 +120,7 @@ def _register_prepare(actions: Any) -> None:
 
 def run_prepare(arguments: argparse.Namespace) -> int:
     from parcae.data.preparation import SHARD_TOKENS, Update, prepare
-    from parcae.data.sources import VALIDATION_FRACTION
+    from parcae.data.sources import VALIDATION_FRACTION, find_files, unsplit_note
 
     fraction, shard_tokens = arguments.validation_fraction, arguments.shard_tokens
     require(
@@ -146,6 +146,9 @@ def run_prepare(arguments: argparse.Namespace) -> int:
             report=report,
         )
     _print_prepared(prepared)
+    options, files = read_options(arguments), find_files(arguments.sources)
+    if note := unsplit_note(files, options, prepared.documents_read):
+        console.print_text(note, console=console.err)
     return 0
 
 

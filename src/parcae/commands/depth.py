@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = read_text(arguments.text)
 
     from parcae import console  # errors in the arguments need not wait for these imports
+    from parcae.commands.generation_output import quoted
     from parcae.config import ConfigError, require
     from parcae.infer.loop_trace import trace_loops
     from parcae.infer.sampling import NonFiniteLogits
@@ -92,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
         trace = trace_loops(model, [tokenizer.bos, *used], arguments.loops)
     except NonFiniteLogits as error:
         raise ConfigError(f"{folder}: {error}") from None
-    texts = [token.decode(errors="replace") for token in tokenizer.token_bytes]
-    texts += [f"#{token}" for token in range(len(texts), model.config.vocab_size)]
+    vocabulary = tokenizer.token_bytes
+    unknown = [f"#{token}" for token in range(len(vocabulary), model.config.vocab_size)]
+    # Bytes that are no character alone are shown as \xe6.
+    texts = [token.decode(errors="backslashreplace") for token in vocabulary] + unknown
     out = arguments.out or _default_path(folder)
     labels = [texts[token] for token in used]
     path = draw_trace(trace, labels, f"{_name(folder)}, loop by loop", out)
@@ -104,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(trace, texts, folder, path, len(tokens))
     else:
-        _print_table(trace, texts)
+        _print_table(trace, [quoted(token) for token in vocabulary] + unknown)
         console.out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -143,7 +146,7 @@ def shown_depths(loops: int) -> list[int]:
     return sorted({2**k for k in range(loops.bit_length()) if 2**k <= loops} | {loops})
 
 
-def _print_table(trace: LoopTrace, texts: list[str]) -> None:
+def _print_table(trace: LoopTrace, names: list[str]) -> None:
     from parcae import console
 
     depths = shown_depths(trace.loops)
@@ -151,12 +154,12 @@ def _print_table(trace: LoopTrace, texts: list[str]) -> None:
     first, last = trace.predicted[0].tolist(), trace.predicted[-1].tolist()
     rows = [
         (
-            repr(texts[token]),
+            names[token],
             *(f"{trace.loss[t - 1, index]:.2f}" for t in depths),
             f"{trace.change[-1, index]:.2g}",
             settled[index],
-            repr(texts[first[index]]),
-            repr(texts[last[index]]),
+            names[first[index]],
+            names[last[index]],
         )
         for index, token in enumerate(trace.targets.tolist())
     ]

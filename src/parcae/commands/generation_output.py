@@ -65,20 +65,28 @@ def token_text(engine: Engine, token: int) -> str:
     """A token's text, quoted and escaped."""
     assert engine.tokenizer is not None
     table = engine.tokenizer.token_bytes
-    return repr(table[token].decode(errors="replace")) if token < len(table) else f"#{token}"
+    return quoted(table[token]) if token < len(table) else f"#{token}"
+
+
+def quoted(token: bytes) -> str:
+    """The text of a token in quotes; bytes that are no character alone as '\\xe6'."""
+    try:
+        return repr(token.decode())
+    except UnicodeDecodeError:
+        return repr(token)[1:]
 
 
 def _speed(meter: Meter) -> str:
     count = len(meter.tokens)
     if meter.first is None:
         return "no tokens: the model ended the text immediately"
-    parts = [f"{count:,} token" + "s" * (count != 1)]
+    parts = [console.format_items(count, "token")]
     if meter.rate is not None:
         parts.append(f"{console.format_number(meter.rate)} tokens/s")
     parts.append(f"the first after {console.format_duration(meter.first)}")
     reused = 0 if meter.completion is None else meter.completion.reused
     if reused:
-        parts.append(f"{reused:,} prompt tokens from the cache")
+        parts.append(f"{console.format_items(reused, 'prompt token')} from the cache")
     if meter.completion is None:
         parts.append("interrupted")
     elif meter.completion.finish != "length":

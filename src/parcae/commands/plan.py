@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for title, rows in _tables(estimate).items():
         console.out.print(console.table(title, ("", ""), rows))
+    if estimate.data_problem is not None:
+        console.print_text(f"Data: unknown. {estimate.data_problem}", console=console.err)
     for use in estimate.data or ():
         if (warning := use.warning()) is not None:
             console.print_text(warning, console=console.err)
@@ -138,7 +140,7 @@ def _data(plan: Plan) -> list[tuple[str, str]]:
     from parcae import console
 
     if plan.data is None:
-        return [("tokens", "unknown: a source does not exist here, or fills no row")]
+        return [("tokens", "unknown, see below")]
     rows = []
     for use in plan.data:
         about = "about " if use.estimated else ""

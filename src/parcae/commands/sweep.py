@@ -27,7 +27,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "source",
         metavar="RECIPE.toml|FOLDER",
-        help="a recipe, or the folder of a sweep to continue",
+        help="a recipe file, the name of one that comes with parcae, or the folder of a sweep to "
+        "continue",
     )
     grid = parser.add_argument_group(
         "grid", "lists separated by commas; one run per combination; default: the recipe's value"

@@ -54,6 +54,7 @@ def _register_train(actions: Any) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
+    from parcae.data.sources import find_files, unsplit_note
     from parcae.data.tokenizer_training import train_tokenizer
 
     uses: list[TextUse] = []
@@ -71,7 +72,9 @@ def run_train(arguments: argparse.Namespace) -> int:
     (use,) = uses
     size, digest = tokenizer.vocab_size, tokenizer.sha256[:12]
     console.print_text(f"{arguments.out}: {size:,} entries, sha256 {digest}")
-    for line in _use_notes(use, tokenizer.vocab_size, arguments.size, arguments.characters):
+    files = find_files(arguments.sources)
+    notes = _use_notes(use, tokenizer.vocab_size, arguments.size, arguments.characters)
+    for line in filter(None, (unsplit_note(files, read_options(arguments), use.documents), *notes)):
         console.print_text(line, console=console.err)
     return 0
 

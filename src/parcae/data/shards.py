@@ -291,6 +291,12 @@ class PreparedFolder:
         """Number of documents that are in no shard, by reason: `empty` or `held_out`."""
         return self.manifest["skipped"]
 
+    @property
+    def documents_read(self) -> int:
+        """Documents of all sources, with those that are in no shard."""
+        totals = self.manifest["totals"].values()
+        return sum(total["documents"] for total in totals) + sum(self.skipped.values())
+
     def table(self) -> list[dict[str, Any]]:
         """One row per split: documents, tokens, text_bytes, bytes_per_token, shards."""
         return [

@@ -273,4 +273,6 @@ def _format_metric(metric: str, metrics: Tree | None) -> str:
         return "–"
     if metric in IN_PERCENT:
         return f"{100 * value:.1f} %"
-    return f"{value:,.3f}" if value < 1e6 else f"{value:.3g}"
+    if value < 1000:
+        return f"{value:.3f}"
+    return f"{value:,.0f}" if value < 1e6 else f"{value:.3g}"

@@ -86,9 +86,14 @@ class ModelLaws:
             if name in self.laws:
                 return self.laws[name]
         reason = next((self.not_fitted[name] for name in names if name in self.not_fitted), "")
-        raise ConfigError(
-            f"{self.model}: the law {names[0]!r} was not fitted. {reason or REMEDY}".strip()
-        )
+        reason = sentence_without(self.model, reason) or REMEDY
+        raise ConfigError(f"{self.model}: the law {names[0]!r} was not fitted. {reason}")
+
+
+def sentence_without(model: str, reason: str) -> str:
+    """A reason as a sentence that does not begin with the name of its model."""
+    text = reason.removeprefix(f"{model}: ")
+    return text[:1].upper() + text[1:]
 
 
 @dataclass(kw_only=True)

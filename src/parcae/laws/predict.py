@@ -125,6 +125,9 @@ def predict(
     models = fit.models if isinstance(fit, FitResult) else fit
     models = models if isinstance(models, Mapping) else read_fit(models)
     run = None if loops is None or tokens is None else (loops, tokens)
+    for name, value, other in (("loops", loops, tokens), ("tokens", tokens, loops)):
+        message = "loops and tokens describe a run together"
+        require(value is None or other is not None, name, message, "Give both, or none.")
     require(
         not (flops is None and loss is None and run is None),
         "predict",
@@ -256,7 +259,8 @@ def _best_whole(law: LawResult, model: ModelLaws, flops: float, loops: float) ->
 
     An odd number costs one more loop with gradient, so the nearest is not always the best.
     """
-    near = np.arange(max(1, math.floor(loops) - 1), math.ceil(loops) + 2)
+    highest = min(math.ceil(loops) + 1, MAX_SEARCHED_LOOPS)
+    near = np.arange(max(1, math.floor(loops) - 1), highest + 1)
     at = model.cost.points_at(near, flops / model.cost.flops_per_token(near))
     losses = TRAINING.predict(training_part(law.values), at)
     best = int(losses.argmin())

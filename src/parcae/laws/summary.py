@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parcae.console import format_count, format_flops, format_items
 from parcae.laws.bootstrap import CONFIDENCE, Estimate, LawResult
-from parcae.laws.fit import FitResult, ModelFit
+from parcae.laws.fit import FitResult, ModelFit, sentence_without
 from parcae.tables import MISSING, escape_markdown, markdown_table
 
 
@@ -45,18 +45,12 @@ def notes(result: FitResult) -> dict[str, list[str]]:
         for law, reason in model.not_fitted.items():
             reasons.setdefault(reason, []).append(law)
         listed = [
-            f"not fitted: {', '.join(laws)}. {_sentence(why, name)}"
+            f"not fitted: {', '.join(laws)}. {sentence_without(name, why)}"
             for why, laws in reasons.items()
         ]
         if listed or model.warnings:
             lines[name] = [*listed, *model.warnings]
     return lines
-
-
-def _sentence(reason: str, model: str) -> str:
-    """A reason without the name of the model, which stands before it."""
-    text = reason.removeprefix(f"{model}: ")
-    return text[:1].upper() + text[1:]
 
 
 def markdown(result: FitResult, figures: Sequence[str] = ()) -> str:
@@ -90,7 +84,7 @@ def _laws(model: ModelFit) -> Iterator[SummaryTable]:
             for key, value in law.values.items()
         ]
         title = f"{model.model}: {law.law.formula}"
-        yield SummaryTable(title, ("parameter", "value", "interval"), rows)
+        yield SummaryTable(title, ("parameter", "value", "90 % interval"), rows)
         title = f"{model.model}: fit of the {name} law"
         yield SummaryTable(title, ("", "value"), _quality(law))
 
@@ -127,7 +121,7 @@ def _power_laws(models: list[ModelFit]) -> SummaryTable:
             ends = _interval(model.power_law_intervals.get(name))
             count = str(len(law.budgets))
             rows.append((model.model, f"optimal {name}", f"{law.exponent:.3f}", ends, count))
-    columns = ("model", "optimum", "exponent of FLOPs", "interval", "budgets used")
+    columns = ("model", "optimum", "exponent of FLOPs", "90 % interval", "budgets used")
     return SummaryTable("Power laws of the parabolas' optima", columns, rows)
 
 

@@ -110,6 +110,11 @@ def as_table(source: Any) -> Table:
         return source
     if isinstance(source, str | Path):
         path = Path(source)
+        if path.is_dir() and not (path / TABLE_FILE).exists():
+            raise FileError(
+                f"{path}: no {TABLE_FILE} in this folder. Give a table, or the folder of a sweep "
+                "in which a run has finished."
+            )
         return read_table(path / TABLE_FILE if path.is_dir() else path)
     if hasattr(source, "to_dict"):
         source = source.to_dict("list")

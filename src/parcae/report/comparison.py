@@ -21,7 +21,7 @@ from parcae.evaluation.paired import PairedComparison, compare_evaluations, scor
 from parcae.evaluation.results import RESULT, EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.files import FileError
-from parcae.report.runs import Run, distinct_names, read_run
+from parcae.report.runs import Run, distinct_names, note_on_validation, read_run
 from parcae.runs.layout import EVALUATION_FOLDER, RECIPE_FILE, list_steps, step_of
 from parcae.tables import Best, Format, format_table
 
@@ -147,7 +147,7 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
     ]
     pairs, notes = _compare_pairs(compared, chosen, loops)
-    return Comparison(rows, pairs, [*_stale(compared), *notes])
+    return Comparison(rows, pairs, [*_not_comparable(compared), *_stale(compared), *notes])
 
 
 def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:
@@ -217,6 +217,11 @@ def _compare_pairs(
         else:
             pairs.append((second.name, pair))
     return pairs, notes
+
+
+def _not_comparable(compared: Sequence[Compared]) -> list[str]:
+    note = note_on_validation([one.run for one in compared if one.run])
+    return [] if note is None else [note]
 
 
 def _stale(compared: Sequence[Compared]) -> list[str]:

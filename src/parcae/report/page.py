@@ -18,7 +18,7 @@ from parcae.recipe import flatten
 from parcae.report.comparison import compare
 from parcae.report.figures import LOOP, TRAINING
 from parcae.report.panel import Figure
-from parcae.report.runs import AXES, Axis, Run, Sweep, number, read_sources
+from parcae.report.runs import AXES, Axis, Run, Sweep, note_on_validation, number, read_sources
 from parcae.report.tables import (
     NONE,
     count,
@@ -141,6 +141,8 @@ def headlines(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
         for sweep in sweeps
         if (missing := sweep.planned - _count_inside(runs, sweep))
     ]
+    if note := note_on_validation(runs):
+        notes.append(escape(note))
     listed = "".join(f'<p class="note" role="note">{note}</p>\n' for note in notes)
     return f"<section>\n{listed}<h2>Summary</h2>\n{runs_table(runs)}</section>\n"
 

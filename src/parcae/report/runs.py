@@ -17,13 +17,31 @@ import numpy as np
 from parcae.config import ConfigError, ModelConfig
 from parcae.files import FileError
 from parcae.presets import model_from_table
-from parcae.runs import TrainResult, find_run, read_metrics, read_recipe_table, read_result
+from parcae.recipe import flatten
+from parcae.runs import (
+    TrainResult,
+    find_run,
+    list_checkpoints,
+    read_metrics,
+    read_recipe_table,
+    read_result,
+    read_state,
+)
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
 from parcae.runs.records import Line
 
 Axis = Literal["step", "tokens", "flops"]
 AXES: dict[Axis, str] = {"step": "step", "tokens": "training tokens", "flops": "training FLOPs"}
 """What figures over training can have along x, with the label of the axis."""
+HELD_OUT_SETTINGS = (
+    "model.context_length",
+    "data.packing",
+    "data.split_long",
+    "run.validation_rows",
+)
+"""What decides, beside the held-out documents, which rows a run is validated on."""
+MAX_LISTED = 3
+"""Runs that a note names."""
 LARGEST = 1e30
 """Numbers beyond this have diverged and would only spoil the axis of a figure."""
 
@@ -116,6 +134,17 @@ class Run:
         return np.interp(steps, [0.0, *at], [0.0, *amounts])
 
     @property
+    def held_out(self) -> tuple[str, ...] | None:
+        """What identifies the rows it was validated on; None where no checkpoint tells."""
+        try:
+            state = read_state(list_checkpoints(self.folder)[-1])
+            documents = [source["validation"] for source in state["sources"]]
+        except (IndexError, KeyError, TypeError, FileError):
+            return None
+        settings = flatten(self.recipe)
+        return *documents, *(str(settings.get(key)) for key in HELD_OUT_SETTINGS)
+
+    @property
     def status(self) -> str:
         if isinstance(status := self.value("status"), str):
             return status
@@ -163,6 +192,20 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         find_run(folder)
     paths = list(dict.fromkeys(Path(folder).resolve() for folder in folders))
     return [read_run(path, name) for path, name in zip(paths, distinct_names(paths), strict=True)]
+
+
+def note_on_validation(runs: Sequence[Run]) -> str | None:
+    """A note where the losses of runs are not of the same held-out rows."""
+    rows = {run.name: held_out for run in runs if run.validations and (held_out := run.held_out)}
+    first = next(iter(rows), "")
+    others = [name for name in rows if rows[name] != rows[first]]
+    if not others:
+        return None
+    listed = ", ".join(others[:MAX_LISTED]) + (" and others" if len(others) > MAX_LISTED else "")
+    return (
+        f"{first} and {listed} were validated on different rows, so these losses cannot be "
+        "compared. `parcae eval RUN --val-data FILE` scores each of them on the same text."
+    )
 
 
 @dataclass(frozen=True)

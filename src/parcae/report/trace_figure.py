@@ -56,7 +56,7 @@ def _panel(canvas: Any, axes: Any, values: Any, colours: str, norm: Any, number:
     bar = canvas.colorbar(mesh, ax=axes, pad=0.012, fraction=0.03, aspect=12)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, length=2, which="major")
-    bar.ax.tick_params(length=0, which="minor")
+    bar.ax.tick_params(labelsize=8, length=0, which="minor")
     axes.grid(False)
     axes.invert_yaxis()
     axes.tick_params(length=0)

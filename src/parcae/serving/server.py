@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import signal
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -13,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.runs import Checkpoint
 from parcae.serving.app import close, create_app, drain
 from parcae.serving.settings import ServerSettings
@@ -46,14 +47,19 @@ def serve(
         "Give one, or use 127.0.0.1.",
     )
     settings = settings or ServerSettings()
-    app = create_app(
-        *models,
-        named=named,
-        api_keys=api_keys,
-        allowed_hosts=[*allowed_hosts, host],
-        settings=settings,
-        **engine_options,
-    )
+    listener = _bind(host, port)  # first: opening the models may take long
+    try:
+        app = create_app(
+            *models,
+            named=named,
+            api_keys=api_keys,
+            allowed_hosts=[*allowed_hosts, host],
+            settings=settings,
+            **engine_options,
+        )
+    except BaseException:
+        listener.close()
+        raise
     config = uvicorn.Config(
         app,
         host=host,
@@ -67,9 +73,31 @@ def serve(
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        Server(config, app, on_start).run()
+        Server(config, app, on_start).run(sockets=[listener])
     finally:
         close(app)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket at this address; it accepts no connections before the server listens."""
+    require(0 <= port <= 65535, "port", f"{port} is out of range", "Use 0 to 65535.")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"port: {port} of {host} is not available ({error.strerror}). Choose another port, or "
+            "0 for a free one."
+        ) from None
+    return listener
 
 
 def is_loopback(host: str) -> bool:

@@ -101,6 +101,8 @@ class SweepProgress(console.LiveProgress):
     def _left(self) -> str | None:
         done, at_start = self._done(), self._weighted_mean(self._at_start)
         left = self.expected
+        if done >= 1:
+            return None
         if done > at_start + ENOUGH:
             left = (self._clock() - self._started) * (1 - done) / (done - at_start)
         return None if left is None else f"about {console.format_duration(round(left))} left"
@@ -141,7 +143,7 @@ def print_plan(
         for run in runs
     ]
     title = f"{console.format_items(len(runs), 'run')} in {folder}"
-    console.out.print(console.table(title, (*columns, "FLOPs", "Duration", "state"), rows))
+    console.out.print(console.table(title, (*columns, "FLOPs", "duration", "state"), rows))
     flops = console.format_flops(sum(run.flops for run in to_do))
     text = f"To do: {console.format_items(len(to_do), 'run')}, {flops} FLOPs"
     seconds = estimate.wall_seconds(to_do, workers)

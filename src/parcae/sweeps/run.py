@@ -11,7 +11,7 @@ from parcae import console
 from parcae.config import ConfigError
 from parcae.files import lock_folder
 from parcae.machine import StopSignals
-from parcae.recipe import build, from_file
+from parcae.recipe import build, from_file, recipe_path
 from parcae.runs import read_result
 from parcae.sweeps.estimate import Estimate, estimate
 from parcae.sweeps.folder import RunState, SweepFolder, training_tokens
@@ -111,7 +111,8 @@ def sweep(
         laws = parcae.fit(result.table())
 
     Args:
-        recipe: A recipe file, or its tables as a dict; or the folder of a sweep, to continue it.
+        recipe: A recipe file, the name of a recipe that comes with parcae, or its tables as a dict;
+            or the folder of a sweep, to continue it.
         out: Folder of the sweep. Default: runs/NAME-sweep for a recipe NAME.toml.
         flops: Training FLOPs of a run.
         tokens: Training tokens of a run, instead of `flops`.
@@ -335,6 +336,7 @@ def _plan(
         if recipe.is_dir():
             _check_continues(recipe, out, grid, overrides)
             return SweepFolder(recipe), None
+        recipe = recipe_path(recipe)
         if not recipe.exists():
             raise ConfigError(f"{recipe}: no such file. Give a recipe, or the folder of a sweep.")
     if grid.is_empty:

@@ -27,7 +27,7 @@ from parcae.data.loader import (
 )
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
-from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files
+from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files, unsplit_note
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.files import FileError, read_json
@@ -276,16 +276,20 @@ def _check_vocabulary(tokenizer: Tokenizer, recipe: Recipe) -> None:
 def _tokenise(
     source: str, tokenizer: Tokenizer, recipe: Recipe, folder: Path, report: Callable[[str], None]
 ) -> None:
+    files = find_files([source])
     if not (folder / MANIFEST).exists():
-        size = sum(file.bytes for file in find_files([source]))
+        size = sum(file.bytes for file in files)
         report(f"Tokenising {source} ({console.format_bytes(size)}) ...")
-    prepare(
+    options = recipe.data.read_options
+    prepared = prepare(
         [source],
         tokenizer,
         folder,
         validation_fraction=recipe.data.validation_fraction,
-        options=recipe.data.read_options,
+        options=options,
     )
+    if note := unsplit_note(files, options, prepared.documents_read):
+        report(f"data.{note}")
 
 
 def _has_trained(run: Path) -> bool:

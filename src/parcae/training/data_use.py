@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from parcae import console
-from parcae.config import ConfigError
 from parcae.data.loader import Loader
 from parcae.data.order import BLOCK_DOCUMENTS, SourcePlan
 from parcae.data.packing import BUFFER_DOCUMENTS, documents_as_packed
@@ -19,7 +18,6 @@ from parcae.data.readers import bytes_read, read_documents
 from parcae.data.shards import MANIFEST, ShardedDocuments
 from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError
 from parcae.training.schedule import total_steps
 from parcae.training.settings import Recipe
 
@@ -90,12 +88,9 @@ def use_of_loader(recipe: Recipe, loader: Loader) -> list[SourceUse]:
     ]
 
 
-def planned_use(recipe: Recipe) -> list[SourceUse] | None:
-    """The same before training; None where a source does not exist or fills no row."""
-    try:
-        return [_planned(recipe, number) for number in range(len(recipe.data.sources))]
-    except (FileError, ConfigError):
-        return None
+def planned_use(recipe: Recipe) -> list[SourceUse]:
+    """The same before training; FileError or ConfigError where a source cannot be read."""
+    return [_planned(recipe, number) for number in range(len(recipe.data.sources))]
 
 
 def _use(

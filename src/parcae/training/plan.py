@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from parcae.config import ConfigError, require
+from parcae.files import FileError
 from parcae.model import flops
 from parcae.schema import require_range
 from parcae.training.data_use import SourceUse, planned_use
@@ -77,7 +78,9 @@ class Plan:
     seconds_per_step: float | None
     hours: float | None
     data: list[SourceUse] | None
-    """What is used of each source; None where one does not exist yet."""
+    """What is used of each source; None where one cannot be read."""
+    data_problem: str | None
+    """Why `data` is None."""
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values, as `parcae plan --json` prints them."""
@@ -135,6 +138,7 @@ def plan(
     steps, count = total_steps(recipe), flops.parameter_count(recipe.model)
     tokens = None if steps is None else steps * tokens_per_step(recipe)
     work = None if steps is None else steps * flops_per_step(recipe)
+    data, problem = _data_use(recipe)
     return Plan(
         parameters=count,
         core_parameters=flops.core_parameter_count(recipe.model),
@@ -158,8 +162,17 @@ def plan(
         utilisation=utilisation,
         seconds_per_step=step_seconds(recipe, speed, devices, utilisation),
         hours=_hours(recipe, work, speed, devices * utilisation),
-        data=planned_use(recipe),
+        data=data,
+        data_problem=problem,
     )
+
+
+def _data_use(recipe: Recipe) -> tuple[list[SourceUse] | None, str | None]:
+    """What is used of the sources, or why that is unknown: a plan needs no data."""
+    try:
+        return planned_use(recipe), None
+    except (FileError, ConfigError) as error:
+        return None, str(error)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float | None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from parcae.config import MAX_CONTEXT, MAX_LOOPS, ConfigError, ModelConfig
 from parcae.data.sources import ReadOptions
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, find_recipe, from_file, merge, to_dict
+from parcae.recipe import build, check_tables, from_file, merge, recipe_path, to_dict
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
@@ -371,9 +371,7 @@ def resolve_recipe(
         source = recipe_to_dict(source)
     if isinstance(source, Mapping):
         return recipe_from_tree(with_flags(source, overrides))
-    path = Path(source)
-    is_name = len(path.parts) == 1 and path.suffix != ".toml" and not path.exists()
-    return recipe_from_file(find_recipe(str(source)) if is_name else path, overrides)
+    return recipe_from_file(recipe_path(source), overrides)
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
