@@ -152,7 +152,7 @@ def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
     engine = Engine(model, backend="torch")
     other = engine.stream([8, 9], **SAMPLED)
     begun = [next(other).token]
-    read, calls = engine.network.read, 0
+    read, calls = engine.network.run_coda, 0
 
     def broken(*arguments):
         nonlocal calls
@@ -162,10 +162,10 @@ def test_after_a_failure_the_engine_works_and_reuses_nothing_wrong(when):
             x[-1] = math.nan  # that of the newer text
         return x
 
-    engine.network.read = broken  # type: ignore[method-assign]
+    engine.network.run_coda = broken  # type: ignore[method-assign]
     with pytest.raises(NonFiniteLogits, match="not a number"):
         engine.generate([1, 2, 3, 4], **SAMPLED)
-    engine.network.read = read  # type: ignore[method-assign]
+    engine.network.run_coda = read  # type: ignore[method-assign]
     begun += [piece.token for piece in other]
     assert is_idle(engine)
     fresh = Engine(randomised(KINDS["parcae"]), reuse_prefixes=False)

@@ -75,14 +75,14 @@ def test_rules_and_loops_of_a_batch_are_independent():
 def test_what_has_exited_costs_nothing():
     """Tokens that went through a loop are as many as the loops reported; no more, no fewer."""
     engine = Engine(model_of("parcae"), backend="torch")
-    ran, loop = 0, engine.network.loop
+    ran, loop = 0, engine.network.run_loops
 
     def counted(h, drive, batch, cache, loops):
         nonlocal ran
         ran += len(h) * len(loops)
         return loop(h, drive, batch, cache, loops)
 
-    engine.network.loop = counted  # type: ignore[method-assign]
+    engine.network.run_loops = counted  # type: ignore[method-assign]
     rules = ["kl:0.02", None, "state:0.35", "budget:1", "kl:0.1"]
     prompts = [[i + 1, 2 * i + 1, 3][: 1 + i % 3] for i in range(len(rules))]
     requests = [

@@ -125,7 +125,7 @@ def test_a_model_in_bfloat16_is_read_in_float32():
 
 
 def test_unknown_weights():
-    with pytest.raises(ConfigError, match="weights: 'int4' is not an option"):
+    with pytest.raises(ConfigError, match="weight_dtype: 'int4' is not an option"):
         Engine(model_of("parcae"), weight_dtype="int4")  # type: ignore[arg-type]
 
 

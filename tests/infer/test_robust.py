@@ -74,15 +74,15 @@ def test_an_interrupt_while_prompts_are_read_damages_nobody():
     model = model_of("parcae")
     engine, expected = Engine(model, backend="torch"), texts(model)
     waiting = [engine.submit(engine.request(p, max_new_tokens=6, loops=3)) for p in PROMPTS[:2]]
-    loop = engine.network.loop
+    loop = engine.network.run_loops
 
     def interrupted(*rest):
         raise KeyboardInterrupt
 
-    engine.network.loop = interrupted  # type: ignore[method-assign]
+    engine.network.run_loops = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    engine.network.loop = loop  # type: ignore[method-assign]
+    engine.network.run_loops = loop  # type: ignore[method-assign]
     while not all(s.finish for s in waiting):
         engine.step()
     assert [s.completion().tokens for s in waiting] == expected[:2]

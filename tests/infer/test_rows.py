@@ -15,13 +15,13 @@ BEGIN = [(7 * i + 3) % VOCABULARY for i in range(20)]
 def counted(**settings) -> tuple[Engine, list[int]]:
     """An engine, and how many tokens each of its passes began."""
     engine = Engine(model_of("parcae"), backend="torch", **settings)
-    passes, begin = [], engine.network.begin
+    passes, begin = [], engine.network.run_prelude
 
     def count(batch, cache):
         passes.append(len(batch))
         return begin(batch, cache)
 
-    engine.network.begin = count  # type: ignore[method-assign]
+    engine.network.run_prelude = count  # type: ignore[method-assign]
     return engine, passes
 
 

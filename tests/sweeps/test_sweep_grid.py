@@ -42,7 +42,7 @@ def test_tokens_are_those_a_count_by_hand_gives():
     grid = Grid(flops=(2e9, 5e9), mean_loops=(1, 2, 3, 6))
     runs = plan_sweep(RECIPE, grid)
     assert [(r.budget, r.mean_loops) for r in runs] == [
-        (budget, loops) for budget in grid.budgets for loops in grid.loops
+        (budget, loops) for budget in grid.flops for loops in grid.mean_loops
     ]
     for run in runs:
         half = math.ceil(run.mean_loops / 2)
@@ -155,7 +155,7 @@ def test_a_sweep_grows_but_does_not_change(tmp_path):
         ),
         (
             ["--flops", "1e10", "--budget.steps", "3"],
-            "budget.steps: budgets already set",
+            "budget.steps: flops already set",
         ),
         (["--flops", "1e10", "--optimiser.lrr", "1"], "optimiser.lrr: no such key"),
         (["--grid", "optimiser.lrr=1,2"], "Did you mean lr?"),
