@@ -96,15 +96,23 @@ class Batch:
         pairs = zip(per_span, self.spans, strict=True)
         return [value for value, span in pairs for _ in range(span.count)]
 
-    @cached_property
+    @property
     def id_tensor(self) -> Tensor:
         """[N]"""
-        return torch.tensor(self.ids, device=self.device)
+        return self._tensors[0]
 
-    @cached_property
+    @property
     def position_tensor(self) -> Tensor:
         """[N]"""
-        return torch.tensor(self.positions, device=self.device)
+        return self._tensors[1]
+
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        """Ids and positions; passes in C++ need neither."""
+        return (
+            torch.tensor(self.ids, device=self.device),
+            torch.tensor(self.positions, device=self.device),
+        )
 
     @cached_property
     def last_indices(self) -> list[int]:
