@@ -79,25 +79,31 @@ import sys
 sys.modules["parcae"] = None  # importing it is an error
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-folder, text = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer(text, return_tensors="pt")
-torch.save(model(inputs["input_ids"], num_loops=3).logits, folder + "/logits.pt")
-output = model.generate(inputs["input_ids"], max_new_tokens=12, do_sample=False, num_loops=3)
-print(tokenizer.decode(output[0][len(inputs["input_ids"][0]):]))
+text, exported, saved = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+for folder in (exported, saved):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.save(model(tokens, num_loops=3).logits, folder + "/logits.pt")
+    output = model.generate(tokens, max_new_tokens=12, do_sample=False, num_loops=3)
+    print(tokenizer.decode(output[0][len(tokens[0]):]))
 generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
 print(generate(text, max_new_tokens=12, do_sample=False)[0]["generated_text"])
+model.save_pretrained(saved + "/again")
 """
 
 
 @pytest.mark.slow
 def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
-    folder = parcae.export(checkpoint, tmp_path / "model")
+    """Exported, and saved by transformers: the same model. Saved again there, it loads here."""
+    from transformers import AutoModelForCausalLM
+
+    exported, saved = parcae.export(checkpoint, tmp_path / "exported"), tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(saved)
     environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     process = subprocess.run(
-        [sys.executable, "-c", FRESH, str(folder), TEXTS[0]],
+        [sys.executable, "-c", FRESH, TEXTS[0], str(exported), str(saved)],
         env=environment,
         capture_output=True,
         text=True,
@@ -107,12 +113,17 @@ def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     tokens = torch.tensor([[tokenizer.bos, *tokenizer.encode(TEXTS[0])]])
     expected = model(tokens, loops=3, state="zero").logits
-    actual = torch.load(folder / "logits.pt")
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for folder in (exported, saved):
+        actual = torch.load(folder / "logits.pt")
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     engine = parcae.Engine(model, tokenizer)
     text = engine.generate(TEXTS[0], new_tokens=12, loops=3, temperature=0).text
     piped = engine.generate(TEXTS[0], new_tokens=12, temperature=0).text
-    assert process.stdout == f"{text}\n{TEXTS[0]}{piped}\n"
+    assert process.stdout == f"{text}\n{text}\n{TEXTS[0]}{piped}\n"
+    names = {path.name for path in (saved / "again").iterdir()}
+    assert names == {path.name for path in saved.iterdir()} - {"again", "logits.pt"}
+    again = AutoModelForCausalLM.from_pretrained(saved / "again")
+    torch.testing.assert_close(again(tokens, num_loops=3).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_modelling_file_is_self_contained():
