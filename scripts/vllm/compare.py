@@ -34,6 +34,7 @@ ROUNDS = 3
 MODEL = "model"
 VLLM = (
     "serve {folder} --served-model-name {name} --model-impl transformers --trust-remote-code "
+    '--hf-overrides {{"num_loops":{loops}}} '
     "--dtype float32 --enforce-eager --no-enable-prefix-caching --host 127.0.0.1 --port {port}"
 )
 PARCAE = "serve {name}={folder} --rows 32 --port {port}"
@@ -42,17 +43,18 @@ PARCAE = "serve {name}={folder} --rows 32 --port {port}"
 def main(folder: str, reference: str, parcae: str) -> None:
     expected = json.loads(Path(reference).read_text(encoding="utf-8"))
     vllm_command = str(Path(sys.executable).parent / "vllm")
-    with serving(vllm_command, VLLM, folder) as vllm_port, serving(parcae, PARCAE, folder) as ours:
+    names = {"folder": folder, "name": MODEL, "loops": expected["loops"]}
+    with serving(vllm_command, VLLM, names) as vllm_port, serving(parcae, PARCAE, names) as ours:
         asyncio.run(compare({"vLLM": vllm_port, "parcae": ours}, expected))
 
 
 @contextmanager
-def serving(program: str, options: str, folder: str) -> Iterator[int]:
+def serving(program: str, options: str, names: dict) -> Iterator[int]:
     """The port of a server, while the context lasts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    arguments = options.format(folder=folder, name=MODEL, port=port).split()
+    arguments = options.format(**names, port=port).split()
     server = subprocess.Popen(
         [program, *arguments],
         env={"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **os.environ},
@@ -88,7 +90,11 @@ async def compare(ports: dict[str, int], expected: dict) -> None:
 
     async def complete(server: str, prompt: str) -> tuple[str, int]:
         answer = await clients[server].completions.create(
-            model=MODEL, prompt=prompt, max_tokens=expected["new_tokens"], temperature=0
+            model=MODEL,
+            prompt=prompt,
+            max_tokens=expected["new_tokens"],
+            temperature=0,
+            extra_body={"num_loops": expected["loops"]} if server == "parcae" else None,
         )
         return answer.choices[0].text, answer.usage.completion_tokens
 

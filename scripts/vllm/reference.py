@@ -31,13 +31,16 @@ PROMPTS = [
     "    ",
 ]
 NEW_TOKENS = 96
+LOOPS = 6
+"""Not the model's default, which is 4."""
 
 
 def main(checkpoint: str, out: str) -> None:
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     engine = parcae.Engine(model, tokenizer)
-    texts = [engine.generate(p, new_tokens=NEW_TOKENS, temperature=0).text for p in PROMPTS]
-    content = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "texts": texts}
+    options = {"new_tokens": NEW_TOKENS, "loops": LOOPS, "temperature": 0}
+    texts = [engine.generate(prompt, **options).text for prompt in PROMPTS]
+    content = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "loops": LOOPS, "texts": texts}
     Path(out).write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -251,6 +251,12 @@ NORM = "model.norm.weight"
         (damage_config(hidden_size=50), "heads"),
         (damage_config(injection="unknown"), "injection"),
         (damage_config(num_core_layers=-1), "core_layers"),
+        (damage_config(num_core_layers=9_000), "9,002 layers, but the weights have"),
+        (damage_config(num_core_layers=10**7), "core_layers"),
+        (damage_config(hidden_size=10**9), "model.width"),
+        (damage_config(vocab_size=10**30), "vocab_size"),
+        (damage_config(max_position_embeddings=10**12), "context_length"),
+        (damage_config(mean_loops=10**12), "mean_loops"),
         (damage_config(model_type="llama"), "neither a parcae checkpoint"),
         (lambda folder: (folder / "config.json").write_text("[1"), "not valid JSON"),
     ],
@@ -262,6 +268,42 @@ def test_a_wrong_or_malicious_folder_is_refused(damage, message, checkpoint, tmp
     with pytest.raises((parcae.FileError, parcae.ConfigError), match=message):
         parcae.import_model(folder, tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_config(num_loops=10**9), "100,000 layers at most"),
+        (damage_config(num_core_layers=10**9), "100,000 layers at most"),
+        (damage_config(num_loops=0), "num_loops: 0"),
+        (damage_config(num_loops="many"), "num_loops: 'many' is not a whole number"),
+        (damage_config(hidden_size=48.5), "hidden_size: 48.5 is not a whole number"),
+        (damage_config(head_dim=7), "head_dim: 7"),
+        (damage_config(injection="unknown"), "injection: 'unknown'"),
+        (damage_weights(lambda w: w.update({NORM: torch.zeros(7)})), "(?i)mismatch"),
+    ],
+)
+def test_a_wrong_folder_is_refused_by_the_auto_classes(damage, message, checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(Exception, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_code_of_a_folder_runs_only_if_asked_for(checkpoint, tmp_path):
+    """Neither this package nor the Auto classes after `import parcae` run it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    for name in remote_code():
+        (folder / name).write_text(f"open({str(tmp_path / 'harmed')!r}, 'w')")
+    AutoModelForCausalLM.from_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    parcae.load(folder)
+    parcae.import_model(folder, tmp_path / "imported")
     assert not (tmp_path / "harmed").exists()
 
 

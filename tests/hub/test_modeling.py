@@ -156,6 +156,16 @@ def test_wrong_configurations_are_refused(change):
         ParcaeForCausalLM(in_transformers_config)
 
 
+def test_vllm_is_refused_where_heads_differ():
+    """Its caches have one shape for all layers. It sets its attention before it builds a model."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("vllm", lambda *args, **kwargs: None)
+    in_transformers(randomised(KINDS["parcae"]), attn_implementation="vllm")
+    with pytest.raises(ValueError, match=r"\(3, 3, 16\) and in the core \(4, 4, 16\)"):
+        in_transformers(randomised(KINDS["parcae-wide-state"]), attn_implementation="vllm")
+
+
 def test_a_part_from_outside_cannot_be_exported():
     parcae.register_sampler("two", lambda loop, rows, generator, step: [2] * rows)
     config = dataclasses.replace(KINDS["parcae"], loop=LoopConfig(sampler="two"))

@@ -12,6 +12,25 @@ from transformers.configuration_utils import PreTrainedConfig
 
 MAX_LAYER_PASSES = 100_000
 """Each has a module of its own; a file that asks for more is wrong, or meant to take memory."""
+OPTIONAL_SIZES = (
+    "num_key_value_heads",
+    "intermediate_size",
+    "state_size",
+    "state_num_attention_heads",
+    "state_num_key_value_heads",
+    "state_intermediate_size",
+)
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "num_prelude_layers",
+    "num_core_layers",
+    "num_coda_layers",
+    "num_loops",
+    *OPTIONAL_SIZES,
+)
 PACKAGED = "parcae.hub.configuration_parcae"
 """The name of this module, unless it is the copy that a folder has for `trust_remote_code`."""
 
@@ -95,6 +114,10 @@ class ParcaeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs) -> None:
         kwargs.pop("num_hidden_layers", None)  # follows from the others
+        for name in SIZES:
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name in OPTIONAL_SIZES):
+                raise ValueError(f"{name}: {value!r} is not a whole number.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         same = self.state_size in (None, self.hidden_size)
