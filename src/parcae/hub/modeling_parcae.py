@@ -263,9 +263,10 @@ class ParcaePreTrainedModel(PreTrainedModel):
         embeddings = super()._resize_token_embeddings(
             new_num_tokens, pad_to_multiple_of, mean_resizing
         )
+        size = len(cast(Tensor, embeddings.weight))
         for table in cast(ParcaeModel, self.base_model).value_embeddings.values():
             self._get_resized_embeddings(
-                cast(nn.Embedding, table), len(embeddings.weight), mean_resizing=mean_resizing
+                cast(nn.Embedding, table), size, mean_resizing=mean_resizing
             )
         return embeddings
 
@@ -612,28 +613,16 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: Cache | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Keep the ids of embedded prompts, where both are given: values need them."""
-        prepared = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length,
-            past_key_values=past_key_values,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
-        embedded = prepared.get("inputs_embeds")
+        """Keep the ids of an embedded prompt, where both are given: values need them."""
+        prepare: Any = super().prepare_inputs_for_generation  # pyright: ignore
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        embedded = inputs.get("inputs_embeds")
         if embedded is not None and input_ids.shape[1] >= embedded.shape[1]:
-            prepared["input_ids"] = input_ids[:, -embedded.shape[1] :]
-        return prepared
+            inputs["input_ids"] = input_ids[:, -embedded.shape[1] :]
+        return inputs
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
