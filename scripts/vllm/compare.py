@@ -28,7 +28,7 @@ import torch
 import transformers
 import vllm
 
-START_SECONDS = 300
+START_SECONDS = 900
 CLIENTS = (1, 8, 32)
 ROUNDS = 3
 MODEL = "model"

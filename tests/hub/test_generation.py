@@ -186,6 +186,11 @@ def test_compiled_with_a_static_cache(ours):
                 torch.testing.assert_close(actual, wanted, **TOLERANCE)
 
 
+def test_generate_needs_one_depth(theirs):
+    with pytest.raises(ValueError, match="with a cache, one number for all sequences"):
+        theirs.generate(random_tokens(2, 5), num_loops=[2, 3], **GREEDY)
+
+
 def test_all_logits_or_the_last_ones(theirs):
     tokens = random_tokens(2, 5)
     expected = theirs.generate(tokens, **GREEDY)

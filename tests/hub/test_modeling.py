@@ -185,6 +185,12 @@ def test_vllm_is_refused_where_heads_differ():
         in_transformers(randomised(KINDS["parcae-wide-state"]), attn_implementation="vllm")
 
 
+def test_pipeline_parallelism_is_refused(theirs):
+    """vLLM asks for this where it is wanted, and passes on the message."""
+    with pytest.raises(NotImplementedError, match="passes the core several times"):
+        theirs.model.supports_pp_plan
+
+
 def test_a_part_from_outside_cannot_be_exported():
     parcae.register_sampler("two", lambda loop, rows, generator, step: [2] * rows)
     config = dataclasses.replace(KINDS["parcae"], loop=LoopConfig(sampler="two"))

@@ -253,6 +253,14 @@ class ParcaePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         init_module(module, self.config)
 
+    @property
+    def supports_pp_plan(self) -> bool:
+        """Engines ask where layers are to be split over processes."""
+        raise NotImplementedError(
+            "Pipeline parallelism: a token passes the core several times, so layers cannot be "
+            "split over processes in order. Start several servers instead."
+        )
+
     def _resize_token_embeddings(
         self,
         new_num_tokens: int,
@@ -628,10 +636,12 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """With as many slots as `num_loops` needs: the cache follows the configuration."""
-        with_depth = copy.copy(self)
-        with_depth.config = self.model.config_for(model_kwargs.get("num_loops"))
+        model, num_loops = self, model_kwargs.get("num_loops")
+        if isinstance(num_loops, int) and num_loops != self.config.num_loops:
+            model = copy.copy(self)
+            model.config = self.model.config_for(num_loops)
         prepare: Any = GenerationMixin._prepare_cache_for_generation  # pyright: ignore
-        return prepare(with_depth, generation_config, model_kwargs, *args, **kwargs)
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
 
 
 def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
