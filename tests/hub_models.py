@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
 from conftest import KINDS, randomised
 from parcae.config import LoopConfig, ModelConfig
-from parcae.hub.configuration_parcae import ParcaeConfig
+from parcae.hub import modeling_parcae
 from parcae.hub.modeling_parcae import ParcaeForCausalLM
+from parcae.hub.remote_code import remote_code
 from parcae.model.base import LanguageModel
 from parcae.model.hf_format import to_hf_config, to_hf_weights
 
 
-def in_transformers(model: LanguageModel, **changes) -> ParcaeForCausalLM:
-    config = ParcaeConfig(**{**to_hf_config(model.config), "pad_token_id": 0, **changes})
-    other = ParcaeForCausalLM(config).eval()
+@cache
+def modelling_file() -> ModuleType:
+    """The modelling file of an exported folder, imported as transformers does."""
+    folder = Path(tempfile.mkdtemp(prefix="modelling_"))
+    for name, text in {"__init__.py": "", **remote_code()}.items():
+        (folder / name).write_text(text)
+    sys.path.insert(0, str(folder.parent))
+    try:
+        return importlib.import_module(f"{folder.name}.modeling_parcae")
+    finally:
+        sys.path.remove(str(folder.parent))
+        shutil.rmtree(folder)
+
+
+def in_transformers(
+    model: LanguageModel, source: ModuleType = modeling_parcae, **changes
+) -> ParcaeForCausalLM:
+    """The model with the same weights, by the classes of this package or of a modelling file."""
+    settings = {**to_hf_config(model.config), "pad_token_id": 0, **changes}
+    other = source.ParcaeForCausalLM(source.ParcaeConfig(**settings)).eval()
     weights = to_hf_weights(model.state_dict(), model.config)
     missing, unexpected = other.load_state_dict(weights, strict=False)
     assert not unexpected

@@ -79,25 +79,31 @@ import sys
 sys.modules["parcae"] = None  # importing it is an error
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-folder, text = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-inputs = tokenizer(text, return_tensors="pt")
-torch.save(model(inputs["input_ids"], num_loops=3).logits, folder + "/logits.pt")
-output = model.generate(inputs["input_ids"], max_new_tokens=12, do_sample=False, num_loops=3)
-print(tokenizer.decode(output[0][len(inputs["input_ids"][0]):]))
+text, exported, saved = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(exported, trust_remote_code=True)
+tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+for folder in (exported, saved):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.save(model(tokens, num_loops=3).logits, folder + "/logits.pt")
+    output = model.generate(tokens, max_new_tokens=12, do_sample=False, num_loops=3)
+    print(tokenizer.decode(output[0][len(tokens[0]):]))
 generate = pipeline("text-generation", model=model, tokenizer=tokenizer)
 print(generate(text, max_new_tokens=12, do_sample=False)[0]["generated_text"])
+model.save_pretrained(saved + "/again")
 """
 
 
 @pytest.mark.slow
 def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
-    folder = parcae.export(checkpoint, tmp_path / "model")
+    """Exported, and saved by transformers: the same model. Saved again there, it loads here."""
+    from transformers import AutoModelForCausalLM
+
+    exported, saved = parcae.export(checkpoint, tmp_path / "exported"), tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(saved)
     environment = {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     process = subprocess.run(
-        [sys.executable, "-c", FRESH, str(folder), TEXTS[0]],
+        [sys.executable, "-c", FRESH, TEXTS[0], str(exported), str(saved)],
         env=environment,
         capture_output=True,
         text=True,
@@ -107,12 +113,17 @@ def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     tokens = torch.tensor([[tokenizer.bos, *tokenizer.encode(TEXTS[0])]])
     expected = model(tokens, loops=3, state="zero").logits
-    actual = torch.load(folder / "logits.pt")
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for folder in (exported, saved):
+        actual = torch.load(folder / "logits.pt")
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     engine = parcae.Engine(model, tokenizer)
-    text = engine.generate(TEXTS[0], max_new_tokens=12, loops=3, temperature=0).text
-    piped = engine.generate(TEXTS[0], max_new_tokens=12, temperature=0).text
-    assert process.stdout == f"{text}\n{TEXTS[0]}{piped}\n"
+    text = engine.generate(TEXTS[0], new_tokens=12, loops=3, temperature=0).text
+    piped = engine.generate(TEXTS[0], new_tokens=12, temperature=0).text
+    assert process.stdout == f"{text}\n{text}\n{TEXTS[0]}{piped}\n"
+    names = {path.name for path in (saved / "again").iterdir()}
+    assert names == {path.name for path in saved.iterdir()} - {"again", "logits.pt"}
+    again = AutoModelForCausalLM.from_pretrained(saved / "again")
+    torch.testing.assert_close(again(tokens, num_loops=3).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_modelling_file_is_self_contained():
@@ -159,8 +170,11 @@ def test_a_release_folder_through_import_and_transformers(name, tmp_path):
     tokens = golden["input_ids"].long()
     for key in (key for key in golden if key.startswith("logits")):
         loops = int(key.removeprefix("logits_T")) if key != "logits" else 1
+        given = {"loops": loops, "state": "zero"} if key != "logits" else {}
         with torch.no_grad():
             actual = theirs(tokens, num_loops=loops).logits
+            ours = model(tokens, **given).logits
+        torch.testing.assert_close(actual, ours, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(actual, golden[key], atol=1e-4, rtol=1e-4)
 
 
@@ -240,6 +254,12 @@ NORM = "model.norm.weight"
         (damage_config(hidden_size=50), "heads"),
         (damage_config(injection="unknown"), "injection"),
         (damage_config(num_core_layers=-1), "core_layers"),
+        (damage_config(num_core_layers=9_000), "9,002 layers, but the weights have"),
+        (damage_config(num_core_layers=10**7), "core_layers"),
+        (damage_config(hidden_size=10**9), "model.width"),
+        (damage_config(vocab_size=10**30), "vocab_size"),
+        (damage_config(max_position_embeddings=10**12), "context_length"),
+        (damage_config(mean_loops=10**12), "mean_loops"),
         (damage_config(model_type="llama"), "neither a parcae checkpoint"),
         (lambda folder: (folder / "config.json").write_text("[1"), "not valid JSON"),
     ],
@@ -251,6 +271,42 @@ def test_a_wrong_or_malicious_folder_is_refused(damage, message, checkpoint, tmp
     with pytest.raises((parcae.FileError, parcae.ConfigError), match=message):
         parcae.import_model(folder, tmp_path / "imported")
     assert not (tmp_path / "imported").exists()
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_config(num_loops=10**9), "100,000 layers at most"),
+        (damage_config(num_core_layers=10**9), "100,000 layers at most"),
+        (damage_config(num_loops=0), "num_loops: 0"),
+        (damage_config(num_loops="many"), "num_loops: 'many' is not a whole number"),
+        (damage_config(hidden_size=48.5), "hidden_size: 48.5 is not a whole number"),
+        (damage_config(head_dim=7), "head_dim: 7"),
+        (damage_config(injection="unknown"), "injection: 'unknown'"),
+        (damage_weights(lambda w: w.update({NORM: torch.zeros(7)})), "(?i)mismatch"),
+    ],
+)
+def test_a_wrong_folder_is_refused_by_the_auto_classes(damage, message, checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(Exception, match=message):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_code_of_a_folder_runs_only_if_asked_for(checkpoint, tmp_path):
+    """Neither this package nor the Auto classes after `import parcae` run it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = parcae.export(checkpoint, tmp_path / "model")
+    for name in remote_code():
+        (folder / name).write_text(f"open({str(tmp_path / 'harmed')!r}, 'w')")
+    AutoModelForCausalLM.from_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    parcae.load(folder)
+    parcae.import_model(folder, tmp_path / "imported")
     assert not (tmp_path / "harmed").exists()
 
 

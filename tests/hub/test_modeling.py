@@ -11,7 +11,14 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import parcae
 from conftest import KINDS, randomised
-from hub_models import TRANSFORMER, in_transformers, ours, random_tokens, theirs  # noqa: F401
+from hub_models import (  # noqa: F401
+    TRANSFORMER,
+    in_transformers,
+    modelling_file,
+    ours,
+    random_tokens,
+    theirs,
+)
 from parcae.config import LoopConfig
 from parcae.hub.configuration_parcae import ParcaeConfig
 from parcae.model.hf_format import from_hf_config, from_hf_weights, to_hf_config, to_hf_weights
@@ -29,7 +36,19 @@ EXTRA = {
 def test_logits_agree(kind):
     """At several depths; whole, from a cache, with padding on either side."""
     ours = randomised({**KINDS, **EXTRA}[kind]).eval()
-    theirs = in_transformers(ours)
+    check_logits(ours, in_transformers(ours))
+
+
+@pytest.mark.parametrize("kind", ["parcae", "rdm", "transformer"])
+def test_logits_of_the_modelling_file_agree(kind):
+    """The file that exported and saved folders have, which imports nothing of this package."""
+    ours = randomised({**KINDS, **EXTRA}[kind]).eval()
+    theirs = in_transformers(ours, modelling_file())
+    assert not type(theirs).__module__.startswith("parcae")
+    check_logits(ours, theirs)
+
+
+def check_logits(ours, theirs) -> None:
     looped = ours.config.architecture == "looped"
     tokens = random_tokens(3, 14)
     left = torch.cat((torch.zeros(3, 4, dtype=torch.long), tokens), dim=1)
@@ -154,6 +173,22 @@ def test_wrong_configurations_are_refused(change):
         from parcae.hub.modeling_parcae import ParcaeForCausalLM
 
         ParcaeForCausalLM(in_transformers_config)
+
+
+def test_vllm_is_refused_where_heads_differ():
+    """Its caches have one shape for all layers. It sets its attention before it builds a model."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("vllm", lambda *args, **kwargs: None)
+    in_transformers(randomised(KINDS["parcae"]), attn_implementation="vllm")
+    with pytest.raises(ValueError, match=r"\(3, 3, 16\) and in the core \(4, 4, 16\)"):
+        in_transformers(randomised(KINDS["parcae-wide-state"]), attn_implementation="vllm")
+
+
+def test_pipeline_parallelism_is_refused(theirs):
+    """vLLM asks for this where it is wanted, and passes on the message."""
+    with pytest.raises(NotImplementedError, match="passes the core several times"):
+        theirs.model.supports_pp_plan
 
 
 def test_a_part_from_outside_cannot_be_exported():

@@ -1,14 +1,19 @@
-"""Fine-tuning in transformers: Trainer, LoRA, streaming."""
+"""Fine-tuning in transformers: Trainer and LoRA."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
 
+import parcae
 from conftest import randomised
-from hub_models import in_transformers, ours, random_tokens, theirs  # noqa: F401
+from hub_models import TRANSFORMER, in_transformers, ours, random_tokens  # noqa: F401
+from parcae.hub import modeling_parcae
+from parcae.hub.loops import drawn_depths
 from parcae.hub.modeling_parcae import ParcaeForCausalLM
+from parcae.hub.remote_code import remote_code
 
 
 class Repeated(Dataset):
@@ -23,8 +28,7 @@ class Repeated(Dataset):
 
 
 def train(model, folder) -> list[float]:
-    from transformers import Trainer, TrainingArguments
-
+    """The losses of the steps; the trained model is saved in `folder`."""
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=12,
@@ -40,19 +44,32 @@ def train(model, folder) -> list[float]:
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=Repeated())
     trainer.train()
+    trainer.save_model()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
 @pytest.mark.slow
-def test_trainer(tmp_path, ours):
-    """Per-sequence depths are drawn; the loss falls; saved and loaded it is the same model."""
+def test_trainer(tmp_path, ours, monkeypatch):
+    """Every sequence has a depth of its own; the loss falls; the saved model is the trained one."""
+    drawn = []
+
+    def drawing(rows, config):
+        drawn.append(drawn_depths(rows, config))
+        return drawn[-1]
+
+    monkeypatch.setattr(modeling_parcae, "drawn_depths", drawing)
     model = in_transformers(ours)
     losses = train(model, tmp_path / "run")
     assert sum(losses[-3:]) / 3 < 0.6 * losses[0]
-    model.save_pretrained(tmp_path / "tuned")
-    loaded = ParcaeForCausalLM.from_pretrained(tmp_path / "tuned")
+    assert [len(depths) for depths in drawn] == [8] * 12
+    assert sum(len(set(depths.loops)) > 1 for depths in drawn) >= 10
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= remote_code().keys()
+    loaded = ParcaeForCausalLM.from_pretrained(tmp_path / "run")
     tokens = random_tokens(2, 8)
-    assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+    expected = model.eval()(tokens).logits
+    assert torch.equal(loaded(tokens).logits, expected)
+    here = parcae.load(tmp_path / "run")(tokens, loops=4, state="zero").logits
+    torch.testing.assert_close(here, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -68,31 +85,15 @@ def test_lora(tmp_path, ours):
     assert sum(losses[-3:]) / 3 < losses[0]
     after = dict(base.named_parameters())
     assert all(torch.equal(after[name], value) for name, value in before.items())
-    model.save_pretrained(tmp_path / "adapter")
-    loaded = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(in_transformers(ours), tmp_path / "run")
     tokens = random_tokens(2, 8)
     expected = model.eval()(tokens).logits
     torch.testing.assert_close(loaded.eval()(tokens).logits, expected)
     assert (expected - in_transformers(ours)(tokens).logits).abs().max() > 1e-3
-
-
-def test_streamed_text_is_the_whole_text(theirs):
-    from transformers.generation.streamers import BaseStreamer
-
-    class Collect(BaseStreamer):
-        def __init__(self):
-            self.tokens: list[int] = []
-
-        def put(self, value):
-            self.tokens += value.flatten().tolist()
-
-        def end(self):
-            pass
-
-    collect = Collect()
-    tokens = random_tokens(1, 4)
-    whole = theirs.generate(tokens, max_new_tokens=6, do_sample=False, streamer=collect)
-    assert collect.tokens == whole[0].tolist()
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = ParcaeForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_device_map(tmp_path, ours):
@@ -103,17 +104,7 @@ def test_device_map(tmp_path, ours):
     assert torch.equal(placed(tokens).logits, theirs(tokens).logits)
 
 
-def test_sampling_with_a_seed(theirs):
-    torch.manual_seed(0)
-    options = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 6, "num_loops": 3}
-    first = theirs.generate(random_tokens(2, 4), **options)
-    torch.manual_seed(0)
-    assert torch.equal(theirs.generate(random_tokens(2, 4), **options), first)
-
-
-def test_a_transformer_trains_too(tmp_path):
-    from hub_models import TRANSFORMER
-
+def test_a_transformer_trains_too():
     model = in_transformers(randomised(TRANSFORMER)).train()
     tokens = random_tokens(2, 8)
     model(tokens, labels=tokens).loss.backward()

@@ -3,7 +3,8 @@
 `import parcae` is enough for `AutoModelForCausalLM.from_pretrained(FOLDER)` to read what
 `parcae export` wrote; transformers itself is imported only by those who use it.
 
-configuration_parcae, modeling_parcae   the configuration and the model in transformers
+configuration_parcae, modeling_parcae   the configuration and the model in transformers;
+early_exit, initial_values, loops       parts of the model
 export         `parcae.export`: a model as a folder for transformers
 import_model   `parcae.import_model`: a published model as a model folder (the formats are in
                model.release_format and model.hf_format)

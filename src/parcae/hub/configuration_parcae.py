@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+from os import PathLike
 from typing import NamedTuple
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
-MAX_LOOPS = 1_000_000
+MAX_LAYER_PASSES = 100_000
+"""Each has a module of its own; a file that asks for more is wrong, or meant to take memory."""
+OPTIONAL_SIZES = (
+    "num_key_value_heads",
+    "intermediate_size",
+    "state_size",
+    "state_num_attention_heads",
+    "state_num_key_value_heads",
+    "state_intermediate_size",
+)
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "num_prelude_layers",
+    "num_core_layers",
+    "num_coda_layers",
+    "num_loops",
+    *OPTIONAL_SIZES,
+)
+PACKAGED = "parcae.hub.configuration_parcae"
+"""The name of this module, unless it is the copy that a folder has for `trust_remote_code`."""
 
 
 class LayerShape(NamedTuple):
@@ -90,6 +114,10 @@ class ParcaeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs) -> None:
         kwargs.pop("num_hidden_layers", None)  # follows from the others
+        for name in SIZES:
+            value = getattr(self, name)
+            if type(value) is not int and not (value is None and name in OPTIONAL_SIZES):
+                raise ValueError(f"{name}: {value!r} is not a whole number.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         same = self.state_size in (None, self.hidden_size)
@@ -107,7 +135,7 @@ class ParcaeConfig(PreTrainedConfig):
         if self.state_intermediate_size is None:
             self.state_intermediate_size = self.intermediate_size if same else 4 * self.state_size
         if self.value_layers is None:
-            layers = self.num_prelude_layers + self.num_core_layers + self.num_coda_layers
+            layers = sum(self.layer_counts)
             self.value_layers = list(range((layers - 1) % 2, layers, 2))
         super().__post_init__(**kwargs)
 
@@ -119,13 +147,30 @@ class ParcaeConfig(PreTrainedConfig):
                     f"{shape}: heads must divide the width into an even head dimension, and "
                     "key-value heads must divide the heads."
                 )
-        layers = (self.num_prelude_layers, self.num_core_layers, self.num_coda_layers)
+        layers = self.layer_counts
         if min(layers) < 0 or sum(layers) < 1:
             raise ValueError(f"{layers} layers in prelude, core and coda; at least one is needed.")
-        if not 1 <= self.num_loops <= MAX_LOOPS:
-            raise ValueError(f"num_loops: {self.num_loops}; it must be 1 to {MAX_LOOPS}.")
+        if self.num_loops < 1:
+            raise ValueError(f"num_loops: {self.num_loops}; at least one is needed.")
+        if self.num_hidden_layers > MAX_LAYER_PASSES:
+            raise ValueError(
+                f"num_loops: {self.num_loops} loops of {self.num_core_layers} layers; a token may "
+                f"pass {MAX_LAYER_PASSES:,} layers at most."
+            )
         if self.vocab_size < 1 or self.max_position_embeddings < 1:
             raise ValueError("vocab_size and max_position_embeddings must be >= 1.")
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs
+    ) -> None:
+        """Save the configuration, and with it the modelling code; models call it when saved.
+
+        transformers saves the code of a model that was loaded as remote code. For one of the
+        package it is generated, so that the folder can be loaded where parcae is not installed.
+        """
+        if __name__ == PACKAGED:
+            importlib.import_module("parcae.hub.remote_code").save_code(self, save_directory)
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -137,8 +182,26 @@ class ParcaeConfig(PreTrainedConfig):
         """Accepted because tools copy it; the number follows from layers and loops."""
 
     @property
+    def layer_counts(self) -> tuple[int, int, int]:
+        """Layers with weights of their own, of prelude, core and coda."""
+        return self.num_prelude_layers, self.num_core_layers, self.num_coda_layers
+
+    def layer_shape(self, layer: int) -> LayerShape:
+        """The shape of a layer, numbered over prelude, core and coda without loops."""
+        in_core = 0 <= layer - self.num_prelude_layers < self.num_core_layers
+        return self.core_block if in_core else self.block
+
+    @property
     def head_dim(self) -> int:
         return self.block.head_dim
+
+    @head_dim.setter
+    def head_dim(self, value: int) -> None:
+        if value != self.head_dim:
+            raise ValueError(
+                f"head_dim: {value}, but hidden_size / num_attention_heads is {self.head_dim}. "
+                "Change one of these."
+            )
 
     @property
     def width(self) -> int:

@@ -70,7 +70,7 @@ def export(
 
 
 def _write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: str) -> None:
-    from parcae.hub.remote_code import AUTO_MAP, remote_code
+    from parcae.hub.remote_code import AUTO_MAP, write_code
 
     bos = tokenizer.bos
     config = {
@@ -89,8 +89,7 @@ def _write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype
     weights = to_hf_weights(model.state_dict(), model.config)
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    for name, text in remote_code().items():
-        (folder / name).write_text(text, encoding="utf-8")
+    write_code(folder)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:

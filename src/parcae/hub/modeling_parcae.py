@@ -7,15 +7,18 @@ order, so that the slots of a model do not depend on how deep a call loops:
 
 `AttentionSlot` is the attention of one slot: it has no parameters, only its index, so that engines
 that give each attention module a cache of its own (vLLM) do so for every loop.
+
+Names: e is the prelude's output, h the looped state; P, K and C are the layers of prelude, core and
+coda; shapes are those of `parcae.model.blocks`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,16 +32,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from parcae.hub.early_exit import EarlyExit
+from parcae.hub.initial_values import init_module, projection, set_role
+from parcae.hub.loops import drawn_depths, given_depths
 from parcae.model.blocks import GATE_CHANNELS, MLP, QK_NORM_EPS, Rope, rotate
-from parcae.model.depth import (
-    Depths,
-    Schedule,
-    fixed,
-    lognormal_fill,
-    poisson,
-    poisson_fill,
-    poisson_full,
-)
+from parcae.model.depth import Depths, Schedule
 from parcae.model.injection import (
     AdditionInjection,
     ConcatenationInjection,
@@ -53,13 +51,8 @@ INJECTION_CLASSES: dict[str, type[Injection]] = {
     "concatenation": ConcatenationInjection,
     "addition": AdditionInjection,
 }
-SAMPLER_FUNCTIONS: dict[str, Callable[..., Depths]] = {
-    "poisson": poisson,
-    "poisson-full": poisson_full,
-    "poisson-fill": poisson_fill,
-    "lognormal-fill": lognormal_fill,
-    "fixed": fixed,
-}
+NumLoops = int | Sequence[int] | Tensor | None
+"""Loops of all sequences, or one number for each; None for the default."""
 
 
 def eager_attention_forward(
@@ -101,11 +94,15 @@ class AttentionSlot(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
+        slot_offset: int = 0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Queries [B, H, S, E], keys and values [B, K, S, E] to [B, S, H, E] and the weights."""
+        """Queries [B, H, S, E], keys and values [B, K, S, E] to [B, S, H, E] and the weights.
+
+        `slot_offset`: of the cache, in loops beyond those that have modules.
+        """
         if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = past_key_values.update(key, value, self.layer_idx + slot_offset)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation,  # pyright: ignore[reportArgumentType]
             eager_attention_forward,
@@ -129,29 +126,30 @@ class ParcaeAttention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.qk_norm = config.qk_norm
-        self.q_proj = nn.Linear(shape.width, shape.width, bias=False)
-        self.k_proj = nn.Linear(shape.width, shape.kv_width, bias=False)
-        self.v_proj = nn.Linear(shape.width, shape.kv_width, bias=False)
-        self.o_proj = nn.Linear(shape.width, shape.width, bias=False)
+        self.q_proj = projection(shape.width, shape.width, shape.width)
+        self.k_proj = projection(shape.width, shape.kv_width, shape.width)
+        self.v_proj = projection(shape.width, shape.kv_width, shape.width)
+        self.o_proj = projection(shape.width, shape.width, shape.width, role="out")
+        self.gate_channels = min(GATE_CHANNELS, shape.width)
         self.value_gate: nn.Linear | None = None
         if gated:
-            self.value_gate = nn.Linear(min(GATE_CHANNELS, shape.width), shape.kv_heads, bias=False)
-            self.gate_channels = min(GATE_CHANNELS, shape.width)
+            self.value_gate = projection(
+                self.gate_channels, shape.kv_heads, shape.width, role="gate"
+            )
 
     def forward(
         self,
         z: Tensor,
         slot: AttentionSlot,
-        rope: Rope,
         value_embedding: Tensor | None,
-        exits: Exits | None = None,
+        rope: Rope,
+        early_exit: EarlyExit | None = None,
         **kwargs: Any,
     ) -> Tensor:
         heads = (-1, self.head_dim)
-        query, key, value = (
-            projection(z).unflatten(-1, heads)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self.q_proj(z).unflatten(-1, heads)
+        key = self.k_proj(z).unflatten(-1, heads)
+        value = self.v_proj(z).unflatten(-1, heads)
         if self.value_gate is not None and value_embedding is not None:
             gate = 2.0 * torch.sigmoid(self.value_gate(z[..., : self.gate_channels]))
             value = value + gate[..., None] * value_embedding.unflatten(-1, heads)
@@ -159,8 +157,8 @@ class ParcaeAttention(nn.Module):
         if self.qk_norm:
             query, key = (F.rms_norm(x, heads[1:], eps=QK_NORM_EPS) for x in (query, key))
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        if exits is not None:
-            key, value = exits.hold(key, value)
+        if early_exit is not None:
+            key, value = early_exit.hold(key, value)
         y, _ = slot(query, key, value, **kwargs)
         return self.o_proj(y.reshape(*z.shape[:-1], -1))
 
@@ -168,26 +166,25 @@ class ParcaeAttention(nn.Module):
 class ParcaeLayer(GradientCheckpointingLayer):
     """A residual block. `pre`: x + f(N(x)). `residual`: N(x + f(N(x)))."""
 
-    def __init__(self, config: ParcaeConfig, shape: LayerShape, layer: int) -> None:
+    def __init__(self, config: ParcaeConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
+        shape, eps = config.layer_shape(layer), config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(shape.width, eps=eps)
         self.self_attn = ParcaeAttention(config, shape, gated=layer in (config.value_layers or ()))
-        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.width, eps=eps)
         self.mlp = MLP(config, shape)  # pyright: ignore[reportArgumentType]
-        attention, mlp = self.self_attn, self.mlp
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.fc):
-            _set_role(projection, "projection", shape.width)
-        for projection in (attention.o_proj, mlp.proj):
-            _set_role(projection, "out", shape.width)
-        _set_role(attention.value_gate, "gate")
+        set_role(self.mlp.fc, "projection", shape.width)
+        set_role(self.mlp.proj, "out", shape.width)
         self.norm_after_attn: nn.RMSNorm | None = None
         self.norm_after_mlp: nn.RMSNorm | None = None
         if config.norm == "residual":
-            self.norm_after_attn = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
-            self.norm_after_mlp = nn.RMSNorm(shape.width, eps=config.rms_norm_eps)
+            self.norm_after_attn = nn.RMSNorm(shape.width, eps=eps)
+            self.norm_after_mlp = nn.RMSNorm(shape.width, eps=eps)
 
-    def forward(self, x: Tensor, slot: AttentionSlot, **inputs: Any) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), slot, **inputs)
+    def forward(
+        self, x: Tensor, slot: AttentionSlot, value_embedding: Tensor | None, **inputs: Any
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), slot, value_embedding, **inputs)
         if self.norm_after_attn is not None:
             x = self.norm_after_attn(x)
         x = x + self.mlp(self.post_attention_layernorm(x))
@@ -196,25 +193,17 @@ class ParcaeLayer(GradientCheckpointingLayer):
         return x
 
 
-class Part(nn.Module):
-    """Prelude, core or coda: layers, and what only this part has."""
+class ParcaeStack(nn.Module):
+    """Layers in sequence, and the norm after the prelude: the prelude or the coda."""
 
     def __init__(
-        self,
-        config: ParcaeConfig,
-        shape: LayerShape,
-        first_layer: int,
-        layers: int,
-        injection: Injection | None = None,
-        norm: bool = False,
+        self, config: ParcaeConfig, first_layer: int, layers: int, norm: bool = False
     ) -> None:
         super().__init__()
-        self.first_layer = first_layer
-        self.layers = nn.ModuleList(
-            ParcaeLayer(config, shape, first_layer + i) for i in range(layers)
-        )
-        self.injection = injection
-        self.norm = nn.RMSNorm(shape.width, eps=config.rms_norm_eps) if norm else None
+        self.layers = nn.ModuleList(ParcaeLayer(config, first_layer + i) for i in range(layers))
+        self.norm: nn.RMSNorm | None = None
+        if norm:
+            self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,
@@ -224,63 +213,27 @@ class Part(nn.Module):
         **inputs: Any,
     ) -> Tensor:
         for layer, slot, value_embedding in zip(self.layers, slots, value_embeddings, strict=True):
-            x = layer(x, slot, value_embedding=value_embedding, **inputs)
+            # positional, because reentrant checkpointing keeps the gradient of such tensors only
+            x = layer(x, slot, value_embedding, **inputs)
         return x if self.norm is None else self.norm(x)
 
 
-class Exits:
-    """Early exit while one token is decoded per row.
+class ParcaeCore(ParcaeStack):
+    """One loop: the injection of the prelude's output, then the layers."""
 
-    A row that has stopped keeps its state, and in deeper loops it is represented by the keys and
-    values of its last loop, as in `parcae.Engine`.
-    """
-
-    def __init__(self, rule: str, layers: int) -> None:
-        name, _, threshold = rule.partition(":")
-        try:
-            self.threshold = float(threshold)
-        except ValueError:
-            self.threshold = math.nan
-        if name not in ("state", "budget") or not self.threshold > 0:
+    def __init__(self, config: ParcaeConfig, first_layer: int, layers: int) -> None:
+        super().__init__(config, first_layer, layers)
+        if config.injection not in INJECTION_CLASSES:
             raise ValueError(
-                f"exit: {rule!r}. Use 'state:THRESHOLD' or 'budget:LOOPS' with a positive number; "
-                "other rules need parcae.Engine."
+                f"injection: {config.injection!r}; known are {', '.join(INJECTION_CLASSES)}. "
+                "A model with an injection of your own runs in parcae only."
             )
-        self.is_budget = name == "budget"
-        self.layers = layers
-        self.stopped: Tensor | None = None
-        self.last: list[tuple[Tensor, Tensor]] = []
-        """Keys and values of the core's layers in the last loop."""
-        self.layer = 0
+        self.injection = INJECTION_CLASSES[config.injection](config)  # pyright: ignore
 
-    def hold(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values to cache; called once per layer of the core, in order."""
-        if len(self.last) < self.layers:
-            self.last.append((key, value))
-        else:
-            assert self.stopped is not None
-            old_key, old_value = self.last[self.layer]
-            key = torch.where(self.stopped[:, None, None, None], old_key, key)
-            value = torch.where(self.stopped[:, None, None, None], old_value, value)
-            self.last[self.layer] = (key, value)
-        self.layer = (self.layer + 1) % self.layers
-        return key, value
-
-    def observe(self, loops: int, before: Tensor, after: Tensor) -> Tensor:
-        """The state after a loop, of which stopped rows do not take part; decides who stops."""
-        if self.stopped is None:
-            self.stopped = torch.zeros(len(after), dtype=torch.bool, device=after.device)
-        after = torch.where(self.stopped[:, None, None], before, after)
-        if self.is_budget:
-            self.stopped = self.stopped | (loops >= self.threshold)
-        else:
-            moved = (after - before).float().norm(dim=-1) / after.float().norm(dim=-1)
-            self.stopped = self.stopped | (moved[:, -1] < self.threshold)
-        return after
-
-    @property
-    def all_stopped(self) -> bool:
-        return self.stopped is not None and bool(self.stopped.all())
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, h: Tensor, transition: Tensor, drive: Tensor, *args: Any, **inputs: Any
+    ) -> Tensor:
+        return super().forward(self.injection.mix(h, transition, drive), *args, **inputs)
 
 
 class ParcaePreTrainedModel(PreTrainedModel):
@@ -297,48 +250,56 @@ class ParcaePreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": ParcaeLayer, "attentions": AttentionSlot}  # noqa: RUF012
 
-    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initial values of weights that a checkpoint does not have; those of `parcae.create`."""
-        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
-            return  # nothing to fill
-        config = self.config
-        std = math.sqrt(2 / (5 * config.hidden_size))
-        role = getattr(module, "role", "projection")
-        orthogonal = config.init == "scaled-zero"
-        if isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, Injection):
-            module.init_weights(std, None)  # pyright: ignore[reportArgumentType]
-        elif isinstance(module, nn.Embedding):
-            if role == "value":
-                nn.init.normal_(module.weight)
-            elif orthogonal:
-                nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
-            else:
-                nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, nn.Linear):
-            width = getattr(module, "layer_width", config.hidden_size)
-            std = math.sqrt(2 / (5 * width))
-            if role == "gate" or (role == "out" and orthogonal):
-                nn.init.zeros_(module.weight)
-            elif role == "out":
-                once = config.num_prelude_layers + config.num_coda_layers
-                depth = once + config.num_core_layers * config.mean_loops
-                nn.init.normal_(module.weight, std=std / math.sqrt(2 * depth))
-            elif orthogonal:
-                gain = std * math.sqrt(max(module.weight.shape))
-                nn.init.orthogonal_(module.weight, gain=gain)
-            else:
-                nn.init.normal_(module.weight, std=std)
+        init_module(module, self.config)
+
+    @property
+    def supports_pp_plan(self) -> bool:
+        """Engines ask where layers are to be split over processes."""
+        raise NotImplementedError(
+            "Pipeline parallelism: a token passes the core several times, so layers cannot be "
+            "split over processes in order. Start several servers instead."
+        )
+
+    def _resize_token_embeddings(
+        self,
+        new_num_tokens: int,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Module:
+        """Resize the value embeddings too; they are looked up by the same ids."""
+        embeddings = super()._resize_token_embeddings(
+            new_num_tokens, pad_to_multiple_of, mean_resizing
+        )
+        size = len(cast(Tensor, embeddings.weight))
+        for table in cast(ParcaeModel, self.base_model).value_embeddings.values():
+            self._get_resized_embeddings(
+                cast(nn.Embedding, table), size, mean_resizing=mean_resizing
+            )
+        return embeddings
 
 
-def _set_role(module: nn.Module | None, role: str, layer_width: int | None = None) -> None:
-    """Note how `_init_weights` fills a module that it meets without its surroundings."""
-    if module is not None:
-        module.role = role  # type: ignore[assignment]
-        if layer_width is not None:
-            module.layer_width = layer_width  # type: ignore[assignment]
+class CoreRows(NamedTuple):
+    """Inputs of the core; each has one entry per row, or one for all rows."""
+
+    drive: Tensor
+    values: list[Tensor | None]
+    rope: Rope
+    mask: Tensor | None
+    """As the caller gave it: [rows, positions], or prepared."""
+    position_ids: Tensor
+
+    def select(self, rows: Tensor | slice) -> CoreRows:
+        def of(x: Any) -> Any:
+            return x if x is None or len(x) == 1 else x[rows]
+
+        return CoreRows(
+            self.drive[rows],
+            [of(value) for value in self.values],
+            Rope(*map(of, self.rope)),
+            of(self.mask),
+            of(self.position_ids),
+        )
 
 
 class ParcaeModel(ParcaePreTrainedModel):
@@ -346,33 +307,26 @@ class ParcaeModel(ParcaePreTrainedModel):
 
     def __init__(self, config: ParcaeConfig) -> None:
         super().__init__(config)
-        P, K, C = config.num_prelude_layers, config.num_core_layers, config.num_coda_layers
+        P, K, C = config.layer_counts
+        _check_heads(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.value_embeddings = nn.ModuleDict(
-            {
-                str(layer): nn.Embedding(config.vocab_size, self._shape(layer).kv_width)
-                for layer in config.value_layers or ()
-            }
-        )
-        for table in self.value_embeddings.values():
-            _set_role(table, "value")
-        self.prelude = Part(config, config.block, 0, P, norm=config.prelude_norm and K > 0)
-        self.core: Part | None = None
+        self.value_embeddings = nn.ModuleDict()
+        for layer in config.value_layers or ():
+            table = nn.Embedding(config.vocab_size, config.layer_shape(layer).kv_width)
+            set_role(table, "value")
+            self.value_embeddings[str(layer)] = table
+        self.prelude = ParcaeStack(config, 0, P, norm=config.prelude_norm and K > 0)
+        self.core: ParcaeCore | None = None
         self.readout: nn.Linear | None = None
         if K > 0:
-            if config.injection not in INJECTION_CLASSES:
-                raise ValueError(
-                    f"injection: {config.injection!r}; known are {', '.join(INJECTION_CLASSES)}. "
-                    "A model with an injection of your own runs in parcae only."
-                )
-            injection = INJECTION_CLASSES[config.injection](config)  # pyright: ignore
-            self.core = Part(config, config.core_block, P, K, injection)
+            self.core = ParcaeCore(config, P, K)
             if config.readout:
                 self.readout = nn.Linear(config.core_block.width, config.hidden_size, bias=False)
-        self.coda = Part(config, config.block, P + K, C)
+        self.coda = ParcaeStack(config, P + K, C)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.slots = nn.ModuleList(
-            self._new_slot(index) for index in range(config.num_hidden_layers)
+            AttentionSlot(config, config.block if index < P + C else config.core_block, index)
+            for index in range(config.num_hidden_layers)
         )
         self.gradient_checkpointing = False
         self.post_init()
@@ -387,7 +341,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        num_loops: int | Sequence[int] | Tensor | None = None,
+        num_loops: NumLoops = None,
         exit: str | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
@@ -402,12 +356,7 @@ class ParcaeModel(ParcaePreTrainedModel):
                 raise ValueError("Give input_ids or inputs_embeds.")
             inputs_embeds = cast(Tensor, self.embed_tokens(input_ids))
         elif input_ids is None and self.config.value_layers:
-            raise ValueError(
-                "inputs_embeds without input_ids: layers add embeddings of the token ids to their "
-                "values. Give input_ids."
-            )
-        if self.core is None:
-            num_loops = 1
+            input_ids = self._ids_of(inputs_embeds)
         depths = self._depths(num_loops, len(inputs_embeds), past_key_values)
         if use_cache and past_key_values is None and isinstance(depths, int):
             past_key_values = DynamicCache(config=self.config_for(depths))
@@ -416,37 +365,30 @@ class ParcaeModel(ParcaePreTrainedModel):
             start = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
             position_ids = position_ids[None] + start
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        P, K, C = self.config.layer_counts
+        slots, values = list(self.slots), self._values(input_ids)
+        rope = self._rope(position_ids, self.config.block.head_dim)
+        mask = self._causal_mask(inputs_embeds, attention_mask, position_ids, past_key_values)
         inputs = {
             "attention_mask": mask,
-            "past_key_values": past_key_values,
             "position_ids": position_ids,
+            "past_key_values": past_key_values,
             **kwargs,
         }
-        values = self._values(input_ids)
-        P, K, C = (
-            self.config.num_prelude_layers,
-            self.config.num_core_layers,
-            self.config.num_coda_layers,
-        )
-        rope = self._rope(position_ids, self.config.block.head_dim)
-        x = self.prelude(inputs_embeds, self._slots(0, P), values[:P], rope=rope, **inputs)
+        x = self.prelude(inputs_embeds, slots[:P], values[:P], rope=rope, **inputs)
         if self.core is not None:
             core_rope = rope
             if self.config.core_block.head_dim != self.config.block.head_dim:
                 core_rope = self._rope(position_ids, self.config.core_block.head_dim)
-            exits = None
-            if exit is not None and past_key_values is not None and inputs_embeds.shape[1] == 1:
-                exits = Exits(exit, K)
-            h = self._loop(x, depths, core_rope, values[P : P + K], exits, inputs)
+            transition, drive = self.core.injection.prepare(x)
+            rows = CoreRows(drive, values[P : P + K], core_rope, attention_mask, position_ids)
+            h = self._initial_state(x)
+            if isinstance(depths, int):
+                h = self._loop(h, transition, rows, depths, exit, inputs)
+            else:
+                h = self._loop_rows(h, transition, rows, depths, kwargs)
             x = h if self.readout is None else self.readout(h)
-        x = self.coda(x, self._slots(P, C), values[P + K :], rope=rope, **inputs)
+        x = self.coda(x, slots[P : P + C], values[P + K :], rope=rope, **inputs)
         return BaseModelOutputWithPast(
             last_hidden_state=self.norm(x), past_key_values=past_key_values
         )
@@ -460,53 +402,88 @@ class ParcaeModel(ParcaePreTrainedModel):
 
     def _loop(
         self,
-        e: Tensor,
-        depths: int | Depths,
-        rope: Rope,
-        values: Sequence[Tensor | None],
-        exits: Exits | None,
+        h: Tensor,
+        transition: Tensor,
+        rows: CoreRows,
+        loops: int,
+        exit: str | None,
         inputs: dict[str, Any],
     ) -> Tensor:
-        """The state after the loops of every row, from the prelude's output."""
-        core = self.core
-        assert core is not None
-        assert core.injection is not None
-        transition, drive = core.injection.prepare(e)
-        h = self._initial_state(e)
-        rows = len(e)
-        order: Tensor | None = None
-        if isinstance(depths, int):
-            keep = depths - self.config.gradient_loops
-            phases = [(rows, loop >= keep) for loop in range(depths)]
-        else:
-            schedule = Schedule.of(depths)
-            if torch.is_grad_enabled():
-                phases = [(active, False) for active in schedule.no_grad_rows]
-                phases += [(active, True) for active in schedule.grad_rows]
-            else:
-                phases = [(active, True) for active in schedule.all_loops]
-            order = torch.tensor(schedule.order, device=e.device)
-            h = h[order]
-            drive, rope, values, inputs = _select(order, drive, rope, values, inputs)
-        for loop, (active, with_gradient) in enumerate(phases):
-            slots = self._core_slots(loop, inputs["past_key_values"])
-            if exits is not None and exits.all_stopped:
-                for slot, (key, value) in zip(slots, exits.last, strict=True):
-                    inputs["past_key_values"].update(key, value, slot.layer_idx)
+        """The state after loops of all rows: with gradient in the last ones, with a cache or not.
+
+        Early exit is for single tokens: it fills the cache of loops that it skips.
+        """
+        assert self.core is not None
+        P, K, C = self.config.layer_counts
+        cache: Cache | None = inputs["past_key_values"]
+        early_exit = None
+        if exit is not None and cache is not None and h.shape[1] == 1:
+            early_exit = EarlyExit(exit, K)
+        for loop in range(loops):
+            if early_exit is not None and early_exit.all_stopped:
+                early_exit.fill(cast(Cache, cache), P + C + loop * K)
                 continue
-            before, waiting = h[:active], h[active:]
-            its_drive, its_rope, its_values, its_inputs = drive, rope, values, inputs
-            if active < rows:
-                its_drive, its_rope, its_values, its_inputs = _select(
-                    slice(active), drive, rope, values, inputs
+            slots, offset = self._core_slots(loop)
+            with self._gradient(loop >= loops - self.config.gradient_loops):
+                after = self.core(
+                    *(h, transition, rows.drive, slots, rows.values),
+                    rope=rows.rope,
+                    slot_offset=offset,
+                    early_exit=early_exit,
+                    **inputs,
                 )
-            with nullcontext() if with_gradient else torch.no_grad():
-                x = core.injection.mix(before, transition, its_drive)
-                after = core(x, slots, its_values, rope=its_rope, exits=exits, **its_inputs)
-            if exits is not None:
-                after = exits.observe(loop + 1, before, after)
-            h = torch.cat((after, waiting)) if len(waiting) else after
-        return h if order is None else h[torch.argsort(order)]
+            h = after if early_exit is None else early_exit.observe(loop + 1, h, after)
+        return h
+
+    def _loop_rows(
+        self,
+        h: Tensor,
+        transition: Tensor,
+        rows: CoreRows,
+        depths: Depths,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The state after the loops of rows with depths of their own; without a cache.
+
+        Rows are sorted by depth, deepest first, so that each loop runs on the first ones.
+        """
+        assert self.core is not None
+        schedule = Schedule.of(depths)
+        phases = [(active, False) for active in schedule.no_grad_rows]
+        phases += [(active, True) for active in schedule.grad_rows]
+        if not torch.is_grad_enabled():
+            phases = [(active, True) for active in schedule.all_loops]
+        order = torch.tensor(schedule.order, device=h.device)
+        h, rows = h[order], rows.select(order)
+        masks: dict[int, Any] = {}
+        for loop, (active, with_gradient) in enumerate(phases):
+            first = rows.select(slice(active))
+            if active not in masks:  # those of some attention functions cannot be indexed
+                masks[active] = self._causal_mask(h[:active], first.mask, first.position_ids, None)
+            slots, _ = self._core_slots(loop)
+            with self._gradient(with_gradient):
+                after = self.core(
+                    *(h[:active], transition, first.drive, slots, first.values),
+                    rope=first.rope,
+                    attention_mask=masks[active],
+                    position_ids=first.position_ids,
+                    **kwargs,
+                )
+            h = torch.cat((after, h[active:])) if active < len(h) else after
+        return h[torch.argsort(order)]
+
+    def _core_slots(self, loop: int) -> tuple[list[nn.Module], int]:
+        """The slots of the core in a loop, and how far behind them those of the cache are.
+
+        There are modules for the loops of the configuration; a call may have more.
+        """
+        P, K, C = self.config.layer_counts
+        built = (len(self.slots) - P - C) // K
+        first = P + C + loop % built * K
+        return list(self.slots)[first : first + K], (loop - loop % built) * K
+
+    def _gradient(self, enabled: bool) -> AbstractContextManager[None]:
+        return nullcontext() if enabled else torch.no_grad()
 
     def _initial_state(self, e: Tensor) -> Tensor:
         """Zeros, and in training what the configuration says."""
@@ -518,38 +495,18 @@ class ParcaeModel(ParcaePreTrainedModel):
                 nn.init.trunc_normal_(state, std=std, a=-3 * std, b=3 * std)
         return state
 
-    def _depths(
-        self,
-        num_loops: int | Sequence[int] | Tensor | None,
-        rows: int,
-        cache: Cache | None,
-    ) -> int | Depths:
+    def _depths(self, num_loops: NumLoops, rows: int, cache: Cache | None) -> int | Depths:
         """One number for all sequences, or `Depths` for mixed ones, which have no cache."""
         config = self.config
+        if self.core is None:
+            return 1
         if num_loops is None:
-            if not self.training or cache is not None or config.mean_loops == 1:
-                return config.num_loops
-            seed = int(torch.randint(1 << 62, ()))
-            generator = torch.Generator().manual_seed(seed)
-            drawn = 1 if config.draw_per == "micro-batch" else rows
-            depths = SAMPLER_FUNCTIONS[config.sampler](config, drawn, generator, 0)
-            if drawn < rows:
-                depths = Depths(depths.loops * rows, depths.gradient_loops * rows)
-            return depths
-        if isinstance(num_loops, Tensor):
-            num_loops = num_loops.tolist()
-        if isinstance(num_loops, int):
-            if num_loops < 1:
-                raise ValueError(f"num_loops: {num_loops}; at least one is needed.")
-            return num_loops
-        assert num_loops is not None
-        if len(num_loops) != rows:
-            raise ValueError(f"num_loops: {len(num_loops)} given for {rows} sequences.")
-        if len(set(num_loops)) == 1:
-            return self._depths(int(num_loops[0]), rows, cache)
-        if cache is not None:
+            draws = self.training and cache is None and config.mean_loops != 1
+            return drawn_depths(rows, config) if draws else config.num_loops
+        depths = given_depths(num_loops, rows, config)
+        if isinstance(depths, Depths) and cache is not None:
             raise ValueError("num_loops: with a cache, one number for all sequences is needed.")
-        return Depths.truncated([int(n) for n in num_loops], config.gradient_loops)
+        return depths
 
     def _check_cache(self, cache: Cache | None, depths: int | Depths) -> None:
         if cache is None or getattr(cache, "layer_class_to_replicate", None) is not None:
@@ -561,11 +518,23 @@ class ParcaeModel(ParcaePreTrainedModel):
                 f"{needed}. Build it with DynamicCache(config=model.config_for(num_loops))."
             )
 
+    @torch.no_grad()
+    def _ids_of(self, inputs_embeds: Tensor) -> Tensor:
+        """The ids of embedded tokens, by which value embeddings are looked up."""
+        table = self.embed_tokens.weight.float()
+        closeness = inputs_embeds.float() @ table.T - table.square().sum(-1) / 2
+        input_ids = closeness.argmax(-1)
+        if not torch.equal(self.embed_tokens(input_ids), inputs_embeds):
+            raise ValueError(
+                "inputs_embeds: not embeddings of tokens, but layers add embeddings of the token "
+                "ids to their values. Give input_ids too."
+            )
+        return input_ids
+
     def _values(self, input_ids: Tensor | None) -> list[Tensor | None]:
         """The value embeddings of every layer with weights of its own, or None."""
-        config = self.config
-        layers = config.num_prelude_layers + config.num_core_layers + config.num_coda_layers
         tables = self.value_embeddings
+        layers = sum(self.config.layer_counts)
         return [tables[str(i)](input_ids) if str(i) in tables else None for i in range(layers)]
 
     def _rope(self, position_ids: Tensor, head_dim: int) -> Rope:
@@ -573,45 +542,30 @@ class ParcaeModel(ParcaePreTrainedModel):
         angles = position_ids[..., None, None].float() * self.config.rope_theta**-exponents
         return Rope(angles.cos(), angles.sin())
 
-    def _shape(self, layer: int) -> LayerShape:
-        """The shape of a layer, numbered over prelude, core and coda."""
-        in_core = 0 <= layer - self.config.num_prelude_layers < self.config.num_core_layers
-        return self.config.core_block if in_core else self.config.block
-
-    def _new_slot(self, index: int) -> AttentionSlot:
-        once = self.config.num_prelude_layers + self.config.num_coda_layers
-        shape = self.config.block if index < once else self.config.core_block
-        return AttentionSlot(self.config, shape, index)
-
-    def _slots(self, first: int, count: int) -> list[Any]:
-        while len(self.slots) < first + count:
-            self.slots.append(self._new_slot(len(self.slots)))
-        return [self.slots[index] for index in range(first, first + count)]
-
-    def _core_slots(self, loop: int, cache: Cache | None) -> list[Any]:
-        """Without a cache all slots of a layer are the same; those of the configuration suffice."""
-        config = self.config
-        loop = loop if cache is not None else loop % config.num_loops
-        first = config.num_prelude_layers + config.num_coda_layers
-        return self._slots(first + loop * config.num_core_layers, config.num_core_layers)
+    def _causal_mask(
+        self, x: Tensor, mask: Tensor | None, position_ids: Tensor, cache: Cache | None
+    ) -> Any:
+        """The mask in the form that the attention function needs; None for a causal one."""
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=position_ids,
+        )
 
 
-def _select(
-    rows: Tensor | slice,
-    drive: Tensor,
-    rope: Rope,
-    values: Sequence[Tensor | None],
-    inputs: dict[str, Any],
-) -> tuple[Tensor, Rope, Sequence[Tensor | None], dict[str, Any]]:
-    """The given rows of everything that has one entry per row; others are broadcast."""
+def _check_heads(config: ParcaeConfig) -> None:
+    """Refuse what vLLM would compute wrongly: its caches have one shape, that of the other layers.
 
-    def select(x: Any) -> Any:
-        return x if x is None or len(x) == 1 else x[rows]
-
-    chosen = {**inputs}
-    for key in ("attention_mask", "position_ids"):
-        chosen[key] = select(inputs[key])
-    return drive[rows], Rope(*map(select, rope)), [select(v) for v in values], chosen
+    It sets this attention function before it builds a model.
+    """
+    shapes = [(s.heads, s.kv_heads, s.head_dim) for s in (config.block, config.core_block)]
+    if config._attn_implementation == "vllm" and config.num_core_layers and len(set(shapes)) > 1:
+        raise ValueError(
+            f"vLLM needs the same heads in all layers; (heads, key-value heads, head dimension) "
+            f"are {shapes[0]} and in the core {shapes[1]}. Serve this model with parcae."
+        )
 
 
 class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
@@ -637,7 +591,7 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
-        num_loops: int | Sequence[int] | Tensor | None = None,
+        num_loops: NumLoops = None,
         exit: str | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -653,10 +607,7 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             exit=exit,
             **kwargs,
         )
-        x = outputs.last_hidden_state
-        # -0 is 0: all positions
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])
+        logits = self.lm_head(_kept(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -670,14 +621,38 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Keep the ids of an embedded prompt, where both are given: values need them."""
+        prepare: Any = super().prepare_inputs_for_generation  # pyright: ignore
+        inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
+        embedded = inputs.get("inputs_embeds")
+        if embedded is not None and input_ids.shape[1] >= embedded.shape[1]:
+            inputs["input_ids"] = input_ids[:, -embedded.shape[1] :]
+        return inputs
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """With as many slots as `num_loops` needs: the cache follows the configuration."""
-        with_depth = copy.copy(self)
-        with_depth.config = self.model.config_for(model_kwargs.get("num_loops"))
+        model, num_loops = self, model_kwargs.get("num_loops")
+        if isinstance(num_loops, int) and num_loops != self.config.num_loops:
+            model = copy.copy(self)
+            model.config = self.model.config_for(num_loops)
         prepare: Any = GenerationMixin._prepare_cache_for_generation  # pyright: ignore
-        return prepare(with_depth, generation_config, model_kwargs, *args, **kwargs)
+        return prepare(model, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _kept(x: Tensor, positions: int | Tensor) -> Tensor:
+    """The last positions (0: all), these positions of all rows or of each row, or those marked."""
+    if isinstance(positions, int):
+        return x[:, -positions:]  # -0 is 0
+    if positions.ndim == 1:
+        return x[:, positions]
+    if positions.dtype == torch.bool:
+        return x[positions]
+    return x.take_along_dim(positions[..., None], dim=1)
 
 
 __all__ = ["ParcaeForCausalLM", "ParcaeModel", "ParcaePreTrainedModel"]

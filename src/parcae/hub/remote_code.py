@@ -1,4 +1,4 @@
-"""The modelling files that an exported folder carries, for `trust_remote_code=True`.
+"""The modelling files that exported and saved folders have, for `trust_remote_code=True`.
 
 They are made from the sources of this package: what `modeling_parcae.py` imports from `parcae` is
 copied into it, definition by definition, so that it needs torch and transformers only.
@@ -11,8 +11,12 @@ import importlib
 import inspect
 from functools import cache
 from importlib.metadata import version
+from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from parcae.hub.configuration_parcae import ParcaeConfig
 
 HEADER = "# Made from the sources of parcae {version} (MIT licence) by `parcae export`.\n"
 FILES = ("configuration_parcae.py", "modeling_parcae.py")
@@ -23,6 +27,19 @@ AUTO_MAP = {
 }
 
 
+def save_code(config: ParcaeConfig, folder: str | PathLike[str]) -> None:
+    """Write the files into a folder, and into `config` where the Auto classes find them."""
+    config.auto_map = dict(AUTO_MAP)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_code(Path(folder))
+
+
+def write_code(folder: Path) -> None:
+    for name, text in remote_code().items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+@cache
 def remote_code() -> dict[str, str]:
     """File names and contents."""
     header = HEADER.format(version=version("parcae"))
