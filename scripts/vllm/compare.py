@@ -92,7 +92,7 @@ async def compare(ports: dict[str, int], expected: dict) -> None:
         answer = await clients[server].completions.create(
             model=MODEL,
             prompt=prompt,
-            max_tokens=expected["new_tokens"],
+            max_tokens=expected["max_new_tokens"],
             temperature=0,
             extra_body={"num_loops": expected["loops"]} if server == "parcae" else None,
         )

@@ -38,9 +38,9 @@ LOOPS = 6
 def main(checkpoint: str, out: str) -> None:
     model, tokenizer, _ = parcae.open_checkpoint(checkpoint)
     engine = parcae.Engine(model, tokenizer)
-    options = {"new_tokens": NEW_TOKENS, "loops": LOOPS, "temperature": 0}
+    options = {"max_new_tokens": NEW_TOKENS, "loops": LOOPS, "temperature": 0}
     texts = [engine.generate(prompt, **options).text for prompt in PROMPTS]
-    content = {"prompts": PROMPTS, "new_tokens": NEW_TOKENS, "loops": LOOPS, "texts": texts}
+    content = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS, "loops": LOOPS, "texts": texts}
     Path(out).write_text(json.dumps(content), encoding="utf-8")
 
 

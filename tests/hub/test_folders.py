@@ -117,8 +117,8 @@ def test_a_fresh_process_without_the_package(checkpoint, tmp_path):
         actual = torch.load(folder / "logits.pt")
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     engine = parcae.Engine(model, tokenizer)
-    text = engine.generate(TEXTS[0], new_tokens=12, loops=3, temperature=0).text
-    piped = engine.generate(TEXTS[0], new_tokens=12, temperature=0).text
+    text = engine.generate(TEXTS[0], max_new_tokens=12, loops=3, temperature=0).text
+    piped = engine.generate(TEXTS[0], max_new_tokens=12, temperature=0).text
     assert process.stdout == f"{text}\n{text}\n{TEXTS[0]}{piped}\n"
     names = {path.name for path in (saved / "again").iterdir()}
     assert names == {path.name for path in saved.iterdir()} - {"again", "logits.pt"}
