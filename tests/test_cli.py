@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -212,3 +214,16 @@ def test_options_have_the_names_of_python_and_their_earlier_ones(command, earlie
     parser = cli.parser()
     none, before, after = (vars(parser.parse_args([*command, *o])) for o in ([], earlier, now))
     assert before == after != none
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
+    def full(_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some/file")
+
+    monkeypatch.delenv("PARCAE_DEBUG", raising=False)
+    monkeypatch.setattr("parcae.commands.presets.run", full)
+    assert main(["presets"]) == 2
+    assert capsys.readouterr().err == "parcae: some/file: No space left on device.\n"
+    monkeypatch.setenv("PARCAE_DEBUG", "1")
+    with pytest.raises(OSError, match="No space"):
+        main(["presets"])

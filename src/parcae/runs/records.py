@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from parcae.config import ConfigError
-from parcae.files import FileError, interpreting, read_json
+from parcae.files import FileError, interpreting, read_sealed
 from parcae.recipe import read_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
 from parcae.schema import shorten
@@ -49,9 +49,7 @@ def read_result(run: str | Path) -> dict[str, Any] | None:
     path = Path(run) / RESULT_FILE
     if not path.exists():
         return None
-    result = read_json(path)
-    if not isinstance(result, dict):
-        raise FileError(f"{path}: not a JSON object. Was it edited?")
+    result = read_sealed(path, "Remove it, then resume the run to write it again.", required=False)
     with interpreting(path, "Was it edited?"):
         _check_result(result)
     return result if last_step(run) in (0, result.get("steps")) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import signal
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -13,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from parcae.config import require
+from parcae.config import ConfigError, require
 from parcae.runs import Checkpoint
 from parcae.serving.app import close, create_app, drain
 from parcae.serving.settings import ServerSettings
@@ -67,9 +68,21 @@ def serve(
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
-        Server(config, app, on_start).run()
+        with listen(host, port) as listening:
+            Server(config, app, on_start).run([listening])
     finally:
         close(app)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; ConfigError where the address or the port cannot be used."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        problem = f"port: {port} of {host} cannot be used ({reason})."
+        raise ConfigError(f"{problem} Choose another with --port; 0 takes a free one.") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ import torch
 from parcae import console
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, exclusive, interpreting, write_json
+from parcae.files import FileError, exclusive, interpreting, write_sealed
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import plain
@@ -63,7 +63,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> dict[str, A
                 try:
                     stack.enter_context(exclusive(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
-                except (ConfigError, FileError) as error:
+                except (ConfigError, OSError) as error:
                     failure = error
         workers.raise_together(failure)
         corpora = open_corpora(recipe, out)
@@ -159,7 +159,7 @@ class Trainer:
                 settings, step = plain_recipe(self.recipe), self.learner.step
                 trackers = open_trackers(self.recipe.run.trackers, self.out, settings, step)
                 self.log = Log(self.out, step, trackers)
-            except (ConfigError, FileError) as error:
+            except (ConfigError, OSError) as error:
                 failure = error
         self.workers.raise_together(failure)
         self._print_start()
@@ -457,7 +457,7 @@ class Trainer:
         )
         contents = finite(result.plain())
         if self.workers.is_first:
-            write_json(self.out / RESULT_FILE, contents)
+            write_sealed(self.out / RESULT_FILE, contents)
         self._print_end(status, diagnosis)
         return contents
 
