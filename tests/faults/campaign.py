@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from faults.client import open_server
 from faults.commands import COMMANDS
@@ -27,16 +28,22 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(COMMANDS), help="commands")
     parser.add_argument("--faults", action="append", choices=list(FAULTS))
     parser.add_argument("--event", type=int, help="repeat this one")
-    parser.add_argument("--out", type=Path, help="JSON file of the counts, which are added to it")
+    parser.add_argument("--out", type=Path, help="JSON file of the counts; cells in it are skipped")
     arguments = parser.parse_args()
     failed = 0
     with open_server() as server:
         for name in arguments.only or COMMANDS:
+            faults = [
+                fault
+                for fault in arguments.faults or FAULTS
+                if FAULTS[fault].commands(COMMANDS[name])
+                and not is_recorded(arguments.out, name, fault, arguments.sample)
+            ]
+            if not faults:
+                continue
             trial = Trial(server, COMMANDS[name], arguments.sample)
             print(f"{name}: {trial.counts}", flush=True)
-            for fault in arguments.faults or FAULTS:
-                if not FAULTS[fault].commands(trial.command):
-                    continue
+            for fault in faults:
                 started = time.monotonic()
                 tried = FAULTS[fault].run(trial, arguments.event)
                 took = time.monotonic() - started
@@ -45,16 +52,29 @@ def main() -> int:
                     print(f"    {failure}", flush=True)
                 failed += len(tried.failures)
                 if arguments.out is not None:
-                    record(arguments.out, name, fault, tried)
+                    record(arguments.out, name, fault, arguments.sample, tried)
     print(f"{failed} failures")
     return 1 if failed else 0
 
 
-def record(path: Path, command: str, fault: str, tried: Tried) -> None:
-    """Set a cell of the file of counts."""
-    tree = json.loads(path.read_text()) if path.exists() else {"cells": {}}
-    tree["machine"] = machine_name()
-    tree["cells"].setdefault(command, {})[fault] = tried.plain()
+def read(path: Path | None) -> dict[str, Any]:
+    if path is None or not path.exists():
+        return {"machine": machine_name(), "cells": {}}
+    return json.loads(path.read_text())
+
+
+def is_recorded(path: Path | None, command: str, fault: str, sample: int | None) -> bool:
+    """Whether as many events were tried without a failure, in a campaign that was interrupted."""
+    cell = read(path)["cells"].get(command, {}).get(fault)
+    if cell is None or cell["failures"]:
+        return False
+    return cell["sample"] is None or (sample is not None and cell["sample"] >= sample)
+
+
+def record(path: Path, command: str, fault: str, sample: int | None, tried: Tried) -> None:
+    tree = read(path)
+    cell = {"sample": sample, **tried.plain()}
+    tree["cells"].setdefault(command, {})[fault] = cell
     path.write_text(json.dumps(tree, indent=1) + "\n")
 
 
