@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from machine_name import machine_name
-from serve_load import Case, Client, Record, cases
+from serve_load import Case, Client, Record, cases, load
 
 ROOT = Path(__file__).parents[1]
 SECONDS_BETWEEN_SAMPLES = 5.0
@@ -36,17 +36,24 @@ SECONDS_BETWEEN_EVALUATIONS = 120.0
 PAUSE = 0.5
 """Of a client between two requests, in seconds."""
 CLIENTS = 4
+WARM_UP_STEPS = 100
+"""Before the first sample: by then old checkpoints are deleted."""
+WARM_UP_SECONDS = 20.0
+"""Of requests before the first sample."""
 MEMORY_GROWTH = 1.02
 """More than this, from the second to the last quarter, is growth."""
+KEPT_CHECKPOINTS = 3
+MOST_CHECKPOINTS = KEPT_CHECKPOINTS + 2
+"""With the best one, and one that is being written or deleted."""
 RECIPE = {
     "--budget.steps": "100000000",  # it is stopped by a signal
-    "--model.context_length": "64",
+    "--model.context_length": "256",
     "--data.validation_fraction": "0.02",
     "--run.checkpoint_every": "20",
     "--run.validate_every": "10",
     "--run.validation_rows": "16",
     "--run.telemetry_every": "20",
-    "--run.keep_last": "3",
+    "--run.keep_last": str(KEPT_CHECKPOINTS),
 }
 
 Sample = dict[str, Any]
@@ -62,10 +69,9 @@ def sample(process: int, folder: Path | None) -> Sample:
         "threads": int(fields["Threads"]),
     }
     if folder is not None:
-        checkpoints = folder / "checkpoints"
-        taken["checkpoints"] = len(list(checkpoints.glob("*")))
-        taken["disk"] = size(checkpoints)
-        taken["disk of the run"] = size(folder)
+        sizes = [size(path) for path in (folder / "checkpoints").glob("*")]
+        taken["checkpoints"], taken["disk"] = len(sizes), sum(sizes)
+        taken["largest checkpoint"] = max(sizes, default=0)
     return taken
 
 
@@ -90,6 +96,10 @@ class Recorder:
         self.before = self.samples[-1]["seconds"] if self.samples else 0.0
         self.start = time.monotonic()
 
+    def begin(self) -> None:
+        """Count the time from now on: what a process does at its start is no part of the soak."""
+        self.start = time.monotonic()
+
     @property
     def seconds(self) -> float:
         """Of the whole soak, with those before an interruption."""
@@ -111,9 +121,13 @@ def judge(samples: list[Sample]) -> dict[str, Any]:
         if quarter == 0 or name not in samples[-1]:
             continue
         before, after = (max(s[name] for s in part) for part in (second, last))
-        limit = before * (MEMORY_GROWTH if name in ("memory", "disk") else 1)
         found[name] = {"second quarter": before, "last quarter": after}
-        if after > limit:
+        limits = {
+            "memory": before * MEMORY_GROWTH,
+            "checkpoints": MOST_CHECKPOINTS,
+            "disk": MOST_CHECKPOINTS * samples[-1].get("largest checkpoint", 0),
+        }
+        if after > limits.get(name, before):
             grown.append(name)
     return {**found, "grown": grown}
 
@@ -126,6 +140,7 @@ def watch(
     tick: Callable[[], None],
 ) -> None:
     """Take samples for some time, or until the process ends; `tick` is called after each."""
+    recorder.begin()
     while process.poll() is None and recorder.seconds < seconds:
         try:
             recorder.add(sample(process.pid, folder))
@@ -159,20 +174,21 @@ def train(folder: Path, minutes: float) -> dict[str, Any]:
         evaluations["done" if ended == 0 else "failed"] += 1
 
     process = parcae(*command)
+    first = count_steps(run)
     try:
+        while process.poll() is None and count_steps(run) < first + WARM_UP_STEPS:
+            time.sleep(1)
         watch(process, recorder, 60 * minutes, run, evaluate)
     finally:
         process.terminate()
         code = process.wait(120)
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    kinds = [json.loads(line)["kind"] for line in lines]
-    return {
-        **judge(recorder.samples),
-        "exit code": code,
-        "steps": kinds.count("train"),
-        "validations": kinds.count("validation"),
-        "evaluations": evaluations,
-    }
+    counts = {"steps": count_steps(run), "evaluations": evaluations}
+    return {**judge(recorder.samples), "exit code": code, **counts}
+
+
+def count_steps(run: Path) -> int:
+    log = run / "metrics.jsonl"
+    return log.read_text().count('"kind": "train"') if log.exists() else 0
 
 
 def parcae(*arguments: str, **options: Any) -> subprocess.Popen[str]:
@@ -187,8 +203,10 @@ def serve(folder: Path, minutes: float) -> dict[str, Any]:
     process = parcae("serve", f"model={run}", "--port", "0", stdout=subprocess.PIPE)
     assert process.stdout is not None
     url, record = process.stdout.readline().split()[2], Record()
-    until = time.monotonic() + 60 * minutes - recorder.before
     try:
+        asyncio.run(load(url, requests, CLIENTS, WARM_UP_SECONDS, mixed=False))
+        recorder.begin()
+        until = time.monotonic() + 60 * minutes - recorder.before
         asyncio.run(_load(url, requests, record, until, process, recorder))
     finally:
         process.send_signal(signal.SIGTERM)

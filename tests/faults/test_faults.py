@@ -14,8 +14,9 @@ from faults.kinds import FAULTS
 from faults.trial import Trial
 
 SAMPLE = 1
-IN_PROCESSES_OF_THEIR_OWN = ("a rank dies",)
-"""Tried by a test below, since a try takes long."""
+LONG = {"sweep", "fit", "reproduce"}
+OF_LONG = ("kill -9", "disk full", "flipped bit")
+"""The faults that are tried here on the commands that take longest."""
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or shutil.which("cc") is None, reason="needs Linux and a C compiler"
@@ -31,21 +32,17 @@ def server():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_faults(name, server):
-    trial = Trial(server, COMMANDS[name], SAMPLE)
-    kinds = [kind for kind in FAULTS.values() if kind.commands(trial.command)]
+    command = COMMANDS[name]
+    trial = Trial(server, command, SAMPLE)
     tried = {
         kind.name: kind.run(trial, None)
-        for kind in kinds
-        if kind.name not in IN_PROCESSES_OF_THEIR_OWN
+        for kind in FAULTS.values()
+        if kind.commands(command)
+        and kind.name != "a rank dies"  # half a minute
+        and (name not in LONG or kind.name in OF_LONG)
     }
     assert {fault: cell.failures for fault, cell in tried.items() if cell.failures} == {}
     assert all(cell.plain()["tried"] > 0 for cell in tried.values())
-
-
-@pytest.mark.slow
-def test_a_rank_dies_and_comes_back(server):
-    trial = Trial(server, COMMANDS["train"], SAMPLE)
-    assert FAULTS["a rank dies"].run(trial, None).failures == []
 
 
 def test_the_page_has_the_recorded_counts():
