@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test fuzz audit test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
+.PHONY: demo test fuzz test-faults soak audit test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -43,7 +43,14 @@ test-sanitized: $(STAMP)  ## a thousand random models on kernels compiled with s
 	scripts/test_sanitized.sh $(BIN)/python
 
 fuzz: $(STAMP)  ## files with random changes for every reader of outside data: 100,000 cases, about half an hour
-	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign --cases $(or $(CASES),100000)
+	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign --cases $(or $(CASES),100000) $(if $(CASES),,--out results/fuzz.json)
+
+test-faults: $(STAMP)  ## faults at every file-system event of every command: about two hours; SAMPLE=20 for fewer
+	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m faults.campaign --out results/faults.json $(if $(SAMPLE),--sample $(SAMPLE))
+
+soak: $(STAMP)  ## train, then serve, for an hour each, and compare memory, descriptors and disk; MINUTES=5 for less
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py train --minutes $(or $(MINUTES),60) --record results/soak.json
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py serve --minutes $(or $(MINUTES),60) --record results/soak.json
 
 audit: SHELL := /bin/bash
 audit: $(STAMP)  ## compare the installed packages with the database of known vulnerabilities; needs the internet

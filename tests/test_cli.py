@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -206,3 +208,16 @@ def test_messages_name_options_instead_of_parameters():
     arguments = cli.parser().parse_args(["train", "RECIPE"])
     assert cli.name_options("Use `data.sources`.", arguments) == "Use --data.sources."
     assert cli.name_options("Use `out`.", None) == "Use `out`."
+
+
+def test_an_error_of_the_system_is_one_line(monkeypatch, capsys):
+    def full(_arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "some/file")
+
+    monkeypatch.delenv("PARCAE_DEBUG", raising=False)
+    monkeypatch.setattr("parcae.commands.presets.run", full)
+    assert main(["presets"]) == 2
+    assert capsys.readouterr().err == "parcae: some/file: No space left on device.\n"
+    monkeypatch.setenv("PARCAE_DEBUG", "1")
+    with pytest.raises(OSError, match="No space"):
+        main(["presets"])

@@ -149,3 +149,34 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "long.json").write_text("9" * 5000)
     with pytest.raises(FileError, match="not valid JSON"):
         files.read_json(tmp_path / "long.json")
+
+
+def test_a_new_folder_is_whole_or_absent(tmp_path):
+    path = tmp_path / "deep" / "model"
+    with pytest.raises(RuntimeError), files.atomic_folder(path) as new:
+        (new / "half").write_text("half")
+        raise RuntimeError
+    assert list(path.parent.iterdir()) == []
+    with files.atomic_folder(path) as new:
+        (new / "whole").write_text("whole")
+        assert not path.exists()
+    assert (path / "whole").read_text() == "whole"
+    with pytest.raises(FileError, match="model: exists"), files.atomic_folder(path):
+        pass
+
+
+def test_the_faster_of_two_processes_makes_a_folder(tmp_path):
+    path = tmp_path / "model"
+    with pytest.raises(FileError, match="model: exists"), files.atomic_folder(path) as new:
+        (new / "file").touch()
+        path.mkdir()
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_folder_that_a_killed_process_left_is_removed(tmp_path):
+    left = tmp_path / f".model.{platform.node()}-{2**22 + 1}.tmp"
+    left.mkdir()
+    (left / "file").touch()
+    with files.atomic_folder(tmp_path / "model"):
+        pass
+    assert not left.exists()

@@ -5,6 +5,7 @@ The same is tried with random changes in tests/fuzz.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from parcae.files import FileError
 from parcae.laws.summary import markdown
 from parcae.runs import best_checkpoint, read_status
 from parcae.runs.checkpoints import verify_checkpoint, write_state
+from parcae.runs.layout import checkpoint_path
 from parcae.sweeps.folder import SweepFolder
 
 
@@ -305,3 +307,68 @@ def test_names_in_a_summary_are_no_html(tmp_path):
     result.models[name] = result.models.pop(next(iter(result.models)))
     object.__setattr__(result.models[name], "model", name)
     assert "<script" not in markdown(result)
+
+
+RECIPE = """
+[data]
+sources = ["builtin"]
+global_batch = 4
+[budget]
+steps = 1
+"""
+LOADING = {
+    "eval": ("eval", "RUN", "--val-data", "text.txt", "--out", "out"),
+    "generate": ("generate", "RUN", "text"),
+    "depth": ("depth", "RUN", "text"),
+    "export": ("export", "RUN", "out"),
+    "import": ("import", "CHECKPOINT", "out"),
+    "serve": ("serve", "RUN", "--port", "0"),
+    "train": ("train", "recipe.toml", "--start-from", "RUN", "--out", "out"),
+}
+"""Every command that loads a model."""
+
+
+@pytest.fixture
+def loading(tmp_path, monkeypatch):
+    """Runs one of these commands on a model folder; none of them may get as far as to serve."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("parcae.serving.server.Server.run", lambda *_: pytest.fail("it serves"))
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+
+    def load(name, run, checkpoint):
+        paths = {"RUN": str(run), "CHECKPOINT": str(checkpoint)}
+        return main([paths.get(word, word) for word in LOADING[name]])
+
+    return load
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_no_command_uses_a_changed_checkpoint(name, loading, tmp_path, capsys):
+    run = tmp_path / "run"
+    checkpoint = checkpoint_path(run, 2)
+    parcae.save(randomised(tiny(vocab_size=300)), checkpoint)
+    Tokenizer.train(["some text and more text " * 20], 300).save(checkpoint / "tokenizer.json")
+    (run / "recipe.toml").write_text(RECIPE)
+    write_state(checkpoint, 2, {})
+    text = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(text.replace("50000.0", "10000.0"))
+    assert text != (checkpoint / "config.json").read_text()
+    assert loading(name, run, checkpoint) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("parcae: ")
+    assert "config.json: damaged, its checksum differs" in error
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_no_command_runs_code_of_a_model(name, loading, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = {"model_type": "own-kind", "architectures": ["OwnModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 50))
+    assert loading(name, folder, folder) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("parcae: ")
+    assert not (tmp_path / "executed").exists()

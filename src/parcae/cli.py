@@ -6,8 +6,8 @@
 A parser may set more defaults: `takes_settings` for --table.key VALUE, which `run` then finds in
 `arguments.settings`, and `lists_settings` for a list of them in its help.
 
-A mistake of the user (a wrong key, a missing file) ends in one line on standard error and exit
-code 2, without a traceback; PARCAE_DEBUG=1 shows the traceback.
+A mistake of the user (a wrong key, a missing file) and an error of the system (a full disk) end in
+one line on standard error and exit code 2, without a traceback; PARCAE_DEBUG=1 shows the traceback.
 """
 
 from __future__ import annotations
@@ -68,18 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 import_file(path)
         with SpinLimiter():
             return arguments.run(arguments)
-    except (ConfigError, FileError) as error:
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ConfigError, OSError) as error:
         if os.environ.get("PARCAE_DEBUG"):
             raise
-        message = name_options(str(error), arguments)
+        message = name_options(_one_line(error), arguments)
         print(f"parcae: {printable(message)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("parcae: stopped.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+
+
+def _one_line(error: ConfigError | OSError) -> str:
+    """What is wrong; for an error of the system with its file, if it has one."""
+    if isinstance(error, OSError) and not isinstance(error, FileError):
+        place = error.filename if error.filename is not None else type(error).__name__
+        return f"{place}: {error.strerror or error}.".replace("\n", " ")
+    return str(error)
 
 
 def name_options(message: str, arguments: argparse.Namespace | None) -> str:

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -106,7 +107,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     when the next process writes into the folder.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
+    temporary = _temporary_path(path)
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,9 +121,43 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `path`; on success it is flushed to disk and renamed to `path`.
+
+    There must be nothing at `path`. What a killed process leaves is removed as for `atomic_path`.
+    """
+    path = Path(path)
+    temporary = _temporary_path(path)
+    check_new(path)
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(path.parent.absolute())
+            temporary.mkdir()
+            yield temporary
+            for file in (*temporary.rglob("*"), temporary):
+                flush(file)
+            check_new(path)  # another process may have been faster
+            temporary.rename(path)
+            flush(path.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """Raise FileError if there is something at the path of a new folder."""
+    if folder.exists():
+        raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
+
+
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
+
+
 @functools.cache  # once for each folder
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files of processes that no longer exist."""
+    """Remove the temporary files and folders of processes that no longer exist."""
     for path in folder.glob(".*.tmp"):
         match = re.fullmatch(r"\..+[.-](\d{1,10})\.tmp", path.name, re.DOTALL)
         if match is None or process_exists(int(match[1])):
@@ -130,7 +165,7 @@ def _remove_abandoned(folder: Path) -> None:
         with contextlib.suppress(OSError):  # another process was faster, or may not
             of_this_machine = path.name.endswith(f".{platform.node()}-{match[1]}.tmp")
             if of_this_machine or time.time() - path.stat().st_mtime > OLD_SECONDS:
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -211,9 +246,14 @@ def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
     write_json(path, {**value, "seal": _seal(value)})
 
 
-def read_sealed(path: str | Path, remedy: str) -> dict[str, Any]:
-    """What `write_sealed` wrote; an error if it was changed, so that keys need no further check."""
+def read_sealed(path: str | Path, remedy: str, required: bool = True) -> dict[str, Any]:
+    """What `write_sealed` wrote; an error if it was changed, so that keys need no further check.
+
+    Unless `required`, a file without a seal, as earlier versions wrote it, is accepted.
+    """
     value = read_json(path)
+    if not required and isinstance(value, dict) and "seal" not in value:
+        return value
     seal = value.pop("seal", None) if isinstance(value, dict) else None
     if seal is None or not _is_sealed(value, seal):
         raise FileError(f"{path}: changed since it was written, or not by parcae. {remedy}")

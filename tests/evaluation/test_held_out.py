@@ -11,6 +11,7 @@ import pytest
 
 import parcae
 from parcae import cli
+from parcae.data.shards import HEAD
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.paired import compare_evaluations
@@ -138,3 +139,19 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
 def test_a_separator_needs_a_file_of_texts(run, capsys):
     assert cli.main(["eval", str(run), "--separator", "<|endoftext|>"]) == 2
     assert "Give it with val_data" in capsys.readouterr().err
+
+
+def test_damaged_rows_and_settings_do_not_change_the_loss(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    before = held_out(copy, tmp_path / "before", "--loops", "1")
+    recipe = (copy / "recipe.toml").read_text()
+    changed = recipe.replace("validation_rows = 4", "validation_rows = 5")
+    assert changed != recipe
+    (copy / "recipe.toml").write_text(changed)
+    assert held_out(copy, tmp_path / "after", "--loops", "1")["by_loops"] == before["by_loops"]
+    (shard,) = (copy / "data" / "0").glob("validation-*.shard")
+    content = bytearray(shard.read_bytes())
+    content[len(HEAD) + 2] ^= 1
+    shard.write_bytes(content)
+    assert cli.main(["eval", str(copy), "--out", str(tmp_path / "damaged")]) == 2
+    assert "damaged (wrong checksum)" in capsys.readouterr().err

@@ -10,7 +10,9 @@ import parcae
 from parcae.config import ConfigError
 from parcae.evaluation import tables
 from parcae.evaluation.paired import compare_evaluations
+from parcae.evaluation.results import parse_record
 from parcae.evaluation.suites import SUITES
+from parcae.files import FileError
 
 OPTIONS = {"loops": (1, 2), "limit": 4, "seeds": (7, 8)}
 
@@ -32,7 +34,25 @@ def test_a_model_in_memory_scores_like_its_folder(result, checkpoint, task_folde
     assert [path.name for path in saved.files()] == names
     assert json.loads((tmp_path / "result.json").read_text()) == saved.to_json()
     lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == list(result.records)
+    assert [parse_record(line) for line in lines] == list(result.records)
+
+
+def test_samples_are_sorted_and_verified_when_nothing_is_left_to_score(
+    checkpoint, task_folder, tmp_path
+):
+    def evaluate():
+        parcae.evaluate(checkpoint, "lambada", task_data=task_folder, out=tmp_path, limit=3)
+
+    evaluate()
+    path = tmp_path / "samples.jsonl"
+    text = path.read_text()
+    first, *rest = text.splitlines(keepends=True)
+    path.write_text("".join([*rest, first]))  # as a process leaves it that is killed at the end
+    evaluate()
+    assert path.read_text() == text
+    path.write_text(text.replace('"nats": [', '"nats": [1', 1))
+    with pytest.raises(FileError, match=r"samples\.jsonl: line 1 is damaged"):
+        evaluate()
 
 
 def test_nothing_is_written_without_out(result, tmp_path, monkeypatch, checkpoint, task_folder):

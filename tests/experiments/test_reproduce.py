@@ -215,3 +215,14 @@ def test_workers_train_a_task_and_a_text(tmp_path):
     assert all(store.has_ended(run) for run in runs)
     assert store.train(runs, 2, lambda run: ended.append(run.key)) is False
     assert len(ended) == 2
+
+
+def test_a_run_that_fails_is_told_by_the_exit_code(trained, tmp_path, monkeypatch, capsys):
+    def fail(self, requests, observer, stop):
+        for request in requests:
+            observer.ended(request, "No space left on device")
+
+    monkeypatch.setattr("parcae.experiments.store.LocalWorkers.run", fail)
+    command = ["reproduce", "loops", "--scale", "toy", "--seeds", "1", "--out", str(tmp_path)]
+    assert main(command) == 1
+    assert "No space left on device" in capsys.readouterr().out

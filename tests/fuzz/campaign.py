@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -27,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fuzz.targets import TARGETS, Target
+from machine_name import machine_name
 from parcae.config import ConfigError
 from parcae.files import FileError
 
@@ -150,7 +152,7 @@ def main() -> int:
     counts, failed = {}, 0
     total = sum(target.weight for target in targets)
     for target in targets:
-        cases, started = round(arguments.cases * target.weight / total), time.monotonic()
+        cases, started = math.ceil(arguments.cases * target.weight / total), time.monotonic()
         problems = fuzz([target], cases, arguments.seed)[target.name]
         seconds = time.monotonic() - started
         counts[target.name] = {"cases": cases, "failures": len(problems), "seconds": seconds}
@@ -161,9 +163,10 @@ def main() -> int:
             example = next(p for p in problems if kind in p)
             print(f"    {count:>5} x {example}")
         sys.stdout.flush()
+        if arguments.out is not None:
+            tree = {"machine": machine_name(), "seed": arguments.seed, "readers": counts}
+            arguments.out.write_text(json.dumps(tree, indent=1) + "\n")
     print(f"{sum(c['cases'] for c in counts.values())} cases, {failed} failures")
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(counts, indent=2) + "\n")
     return 1 if failed else 0
 
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow
 import pyarrow.parquet
@@ -42,11 +43,13 @@ from parcae.runs import (
     read_result,
     read_status,
 )
-from parcae.runs.checkpoints import write_state
+from parcae.runs.checkpoints import last_state, write_state
 from parcae.runs.layout import checkpoint_path
 from parcae.sweeps.folder import SweepFolder
-from parcae.training.run import _last_state
 from parcae.training.settings import recipe_from_file, recipe_from_tree
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
 
 TEXT = "".join(f"### part {i}\nsome words, and numbers such as {i * i}\n" for i in range(40))
 
@@ -182,7 +185,7 @@ def write_checkpoint(folder: Path) -> None:
 
 def read_checkpoint(folder: Path) -> None:
     best_checkpoint(list_checkpoints(folder))
-    if (state := _last_state(folder)) is not None:
+    if (state := last_state(folder)) is not None:
         recipe_from_tree(state["recipe"])
     parcae.open_checkpoint(folder / "checkpoints" / "step-2")
     parcae.load(folder, best=True)
@@ -272,6 +275,49 @@ def read_sources(folder: Path) -> None:
         pass
 
 
+BODIES: dict[str, dict[str, object]] = {
+    "completions": {
+        "prompt": "def", "max_tokens": 2, "seed": 1, "temperature": 0.5, "top_p": 0.9, "n": 1,
+        "stop": ["x"], "logprobs": 2, "stream": False, "num_loops": 2, "exit": "state:0.1",
+    },
+    "chat/completions": {
+        "messages": [{"role": "user", "content": "def"}], "max_completion_tokens": 2, "seed": 1,
+        "logprobs": True, "top_logprobs": 1, "num_loops": 2,
+    },
+    "trace": {"prompt": "def", "num_loops": 2, "top": 2, "position": 0},
+}  # fmt: skip
+"""Requests by their path below /v1."""
+
+
+@functools.cache
+def client() -> TestClient:
+    """Of a server in this process that gives errors of its own on to us; it is never closed."""
+    from fastapi.testclient import TestClient
+
+    from serving_fixtures import make_app
+
+    app = make_app(max_new_tokens=2, max_loops=2, max_choices=2, max_waiting=4, queue_seconds=5)
+    return TestClient(app, base_url="http://localhost")
+
+
+def write_requests(folder: Path) -> None:
+    for path, body in BODIES.items():
+        (folder / f"{path.replace('/', '-')}.json").write_text(json.dumps(body))
+
+
+def send_requests(folder: Path) -> None:
+    """Send those that were changed, or all."""
+    texts = {path: (folder / f"{path.replace('/', '-')}.json").read_bytes() for path in BODIES}
+    changed = {p: text for p, text in texts.items() if text != json.dumps(BODIES[p]).encode()}
+    for path, text in (changed or texts).items():
+        headers = {"Content-Type": "application/json"}
+        answer = client().post(f"/v1/{path}", content=text, headers=headers)
+        if answer.status_code not in (200, 400, 404, 413, 429) or not answer.content:
+            raise AssertionError(f"{answer.status_code}: {answer.text[:300]}")
+        if not changed and answer.status_code != 200:
+            raise AssertionError(f"{path}: {answer.text[:300]}")
+
+
 def load(folder: Path) -> None:
     parcae.load(folder)
 
@@ -308,4 +354,6 @@ TARGETS = (
     Target("documents", write_documents, read_sources,
            {"a.jsonl": change.json_lines, "b.txt": change.flip_bytes,
             "c.parquet": change.flip_bytes}, 3),
+    Target("requests", write_requests, send_requests,
+           {f"{path.replace('/', '-')}.json": change.json_file for path in BODIES}, 0.5),
 )  # fmt: skip

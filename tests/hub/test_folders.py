@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import parcae
@@ -335,3 +336,18 @@ def test_the_harness_gives_the_same_likelihoods(checkpoint, exported):
     ):
         assert loss == pytest.approx(expected, abs=1e-4)
         assert greedy == their_greedy
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    command, checkpoint, tmp_path, monkeypatch, capsys
+):
+    def full(*_arguments, **_options):
+        raise SafetensorError('IoError(Os { message: "No space left on device" })')
+
+    monkeypatch.setattr("parcae.model.store.save_file", full)
+    assert main([command, str(checkpoint), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "No space left" in error
+    assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ import fake_runs
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError, write_json
+from parcae.files import FileError, write_json, write_sealed
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE
 from parcae.runs import (
     best_checkpoint,
@@ -206,7 +206,16 @@ def test_the_state_is_sealed(run):
 def test_a_result_must_be_an_object(tmp_path):
     assert read_result(tmp_path) is None
     (tmp_path / RESULT_FILE).write_text("[1]")
-    with pytest.raises(FileError, match="not a JSON object"):
+    with pytest.raises(FileError, match="not by parcae"):
+        read_result(tmp_path)
+
+
+def test_a_changed_result_is_seen(tmp_path):
+    write_sealed(tmp_path / RESULT_FILE, {"status": "finished", "steps": 7, "tokens": 700})
+    assert read_result(tmp_path) == {"status": "finished", "steps": 7, "tokens": 700}
+    text = (tmp_path / RESULT_FILE).read_text()
+    (tmp_path / RESULT_FILE).write_text(text.replace("700", "300"))
+    with pytest.raises(FileError, match="changed since it was written"):
         read_result(tmp_path)
 
 

@@ -175,3 +175,13 @@ def test_the_containerfile_copies_what_exists_and_starts_a_valid_command():
     entry, command = json.loads(values["ENTRYPOINT"]), json.loads(values["CMD"])
     assert parser().parse_args([*entry[1:], *command]).host == "0.0.0.0"  # noqa: S104
     assert any('".[serve]"' in rest for _, rest in steps)
+
+
+def test_a_port_in_use_is_one_line(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(folder), "--port", port]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"parcae: port: {port} of 127.0.0.1 cannot be used")
+    assert error.count("\n") == 1
+    assert main(["serve", str(folder), "--port", "99999"]) == 2

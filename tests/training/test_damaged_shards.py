@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from parcae.config import ConfigError
 from parcae.data.shards import HEAD, ShardedDocuments
 from parcae.files import FileError
 from parcae.training.run import train
@@ -46,3 +49,17 @@ def test_processes_share_the_reading(damaged):
     assert list(held_out.verify(rank=1, processes=2)) == []
     with pytest.raises(FileError, match=shard.name):
         list(held_out.verify(rank=0, processes=2))
+
+
+def test_another_tokenizer_is_found(text, tmp_path):
+    """One of the same size: its text would be another, and it would be copied to checkpoints."""
+    recipe, run = runs.recipe(text, budget={"steps": 1}), tmp_path / "run"
+    train(recipe, run)
+    path = run / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    vocabulary = tree["model"]["vocab"]
+    a, b = list(vocabulary)[100:102]
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    path.write_text(json.dumps(tree))
+    with pytest.raises((ConfigError, FileError), match="tokenizer"):
+        resume(recipe, run)

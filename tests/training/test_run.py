@@ -97,3 +97,19 @@ def test_a_refused_resume_keeps_the_result(finished, tmp_path):
         parcae.train(run, resume=True)
     assert (run / "result.json").read_bytes() == before
     assert read_result(run).status == "finished"
+
+
+def test_a_restart_of_torchrun_continues_the_run(finished, tmp_path, monkeypatch):
+    """The same command: processes that are started again do not refuse what they began."""
+    recipe, result = finished
+    run = tmp_path / "run"
+    shutil.copytree(result.folder, run)
+    (run / "result.json").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(ConfigError, match="holds a run"):
+        parcae.train(recipe, run, budget={"steps": 2})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    again = parcae.train(recipe, run, budget={"steps": 2})
+    assert (again.status, again.losses) == ("finished", result.losses)
+    new = parcae.train(recipe, tmp_path / "new", budget={"steps": 2})
+    assert new.losses == result.losses

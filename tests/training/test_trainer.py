@@ -15,6 +15,7 @@ import parcae
 from parcae.model.flops import parameter_count, training_flops_per_token
 from parcae.model.looped import LoopedModel
 from parcae.report.runs import read_run
+from parcae.runs import read_result
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
 from parcae.training.learner import Learner
@@ -374,7 +375,7 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
     assert [sample["depth"] for sample in result.samples] == [1, 2, 3]
-    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.to_dict()
+    assert read_result(tmp_path / "run") == result
 
 
 @pytest.mark.slow

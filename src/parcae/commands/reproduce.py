@@ -109,4 +109,4 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     console.out.print(console.table("Claims", ("experiment", "claim", "verdict", "runs"), rows))
     console.print_text(f"Page: {result.page}")
-    return 130 if result.interrupted else 0
+    return 130 if result.interrupted else int(bool(result.failures))

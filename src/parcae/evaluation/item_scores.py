@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from parcae.evaluation.results import (
     SETTINGS,
     EvaluationResult,
     merged,
+    parse_record,
     selected,
 )
 from parcae.evaluation.suites import SUITES
@@ -173,9 +173,9 @@ def _read_samples(folder: Path) -> Iterator[Record]:
     with reading(path), path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, start=1):
             try:
-                yield json.loads(line)
+                yield parse_record(line)
             except ValueError:
-                raise FileError(f"{path}: line {number} is not JSON. Is it truncated?") from None
+                raise FileError(f"{path}: line {number} is damaged. {REMEDY}") from None
 
 
 def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
-from parcae.data.shards import read_manifest
+from parcae.data.shards import ShardedDocuments, read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.metrics import bits_per_byte, perplexity
@@ -39,6 +39,7 @@ from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.depth import check_loops
 from parcae.model.initial_state import seeded_state
 from parcae.runs import find_tokenizer, read_recipe_table
+from parcae.runs.checkpoints import last_state
 from parcae.runs.layout import RECIPE_FILE, shard_folders
 
 BATCH_ROWS = 8
@@ -239,12 +240,14 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
     """The rows that the recipe of a run holds out, or `limit` of them."""
     if run is None or not (run / RECIPE_FILE).exists() or not isinstance(scorer, LoopedScorer):
         raise ConfigError(f"val: {scorer.name} is not a run: no rows are held out. {VAL_REMEDY}")
-    recipe = read_recipe_table(run)
+    recipe, state = read_recipe_table(run), last_state(run)
+    recorded = recipe if state is None else state["recipe"]  # which has a checksum
     try:
-        data, context = recipe["data"], recipe["model"]["context_length"]
-        rows = recipe["run"]["validation_rows"] if limit is None else limit
-        sources, packing, split_long = data["sources"], data["packing"], data["split_long"]
-    except KeyError as error:
+        sources = recipe["data"]["sources"]  # they may have been moved
+        data, context = recorded["data"], recorded["model"]["context_length"]
+        rows = recorded["run"]["validation_rows"] if limit is None else limit
+        packing, split_long = data["packing"], data["split_long"]
+    except (KeyError, TypeError) as error:
         raise FileError(f"{run / RECIPE_FILE}: {error} is missing. {VAL_REMEDY}") from None
     tokenizer = Tokenizer.load(find_tokenizer(run))
     folders = shard_folders(run, sources)
@@ -254,6 +257,8 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
     folders = with_held_out_rows(folders, context)
     if not folders:
         raise FileError(f"{run}: its data holds out less than one row. {VAL_REMEDY}")
+    for folder in folders:
+        ShardedDocuments.open(folder, "validation", verify=True)
 
     def batches() -> Iterator[Batch]:
         return held_out_batches(folders, context, BATCH_ROWS, rows, packing, split_long)

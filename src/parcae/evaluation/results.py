@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,7 +161,7 @@ class Samples:
             if not line:
                 continue
             try:
-                record = json.loads(line)
+                record = parse_record(line)
                 group = (record["task"], record["seed"], record["data"])
                 index, loops = int(record["index"]), tuple(map(int, record["loops"]))
             except (ValueError, KeyError, TypeError):
@@ -190,8 +191,8 @@ class Samples:
             new = {"task": task, "seed": seed, "index": index, "data": data}
             new |= {"loops": list(loops), **record}
             if index in self._lines[group]:
-                new = merged(json.loads(self._lines[group][index]), new)
-            lines[index] = json.dumps(new, allow_nan=False)
+                new = merged(parse_record(self._lines[group][index]), new)
+            lines[index] = format_record(new)
             self._loops[group][index] = tuple(new["loops"])
         if self.path is not None:
             remedy = "Earlier samples are kept; free some space and start again."
@@ -202,10 +203,10 @@ class Samples:
     def of(self, job: Job, loops: Sequence[int]) -> list[Record]:
         """All records of a job at `loops`, in order."""
         lines = self._lines[_group(job)]
-        return [selected(json.loads(lines[index]), loops) for index in range(len(job))]
+        return [selected(parse_record(lines[index]), loops) for index in range(len(job))]
 
     def all(self) -> tuple[Record, ...]:
-        return tuple(map(json.loads, self._sorted()))
+        return tuple(map(parse_record, self._sorted()))
 
     def sort(self) -> None:
         """Rewrite the file in order, so that it does not depend on interruptions."""
@@ -218,6 +219,25 @@ class Samples:
         for group in sorted(self._lines, key=lambda group: (group[0], group[1] or 0, group[2])):
             lines = self._lines[group]
             yield from (lines[index] for index in sorted(lines))
+
+
+def format_record(record: Record) -> str:
+    """A line of samples.jsonl, with a checksum of the rest of it."""
+    return json.dumps({**record, "crc32": _checksum(record)}, allow_nan=False)
+
+
+def parse_record(line: str) -> Record:
+    """What `format_record` wrote, or an earlier version, without a checksum; ValueError if it was
+    changed."""
+    record = json.loads(line)
+    if not isinstance(record, dict) or record.pop("crc32", None) not in (None, _checksum(record)):
+        raise ValueError("its checksum differs")
+    return record
+
+
+def _checksum(record: Record) -> int:
+    rest = {key: value for key, value in record.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest).encode())
 
 
 def _group(job: Job) -> Group:

@@ -245,7 +245,8 @@ def _score(jobs: Sequence[Job], scorer: Scorer, samples: Samples, report: Report
         for job in jobs
         for loops, items in samples.missing(job, scorer.loops).items()
     ]
-    if not parts:
+    if not parts:  # a killed evaluation may have scored all items, and not sorted them
+        samples.sort()
         return
     costs = [job.cost(scorer) for job, *_ in parts]
     tokens = round(sum(cost * len(job) for cost, (job, *_) in zip(costs, parts, strict=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ class Reproduction:
     page: Path
     interrupted: bool = False
     """Whether Ctrl-C or SIGTERM stopped it; the same call continues it."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Why runs failed, by their keys; the same call starts them again."""
 
     def table(self) -> list[dict[str, Any]]:
         """One row per claim: experiment, claim, verdict, evidence, runs."""
@@ -149,7 +151,8 @@ def reproduce(
         Path(page or folder / "reproduction.md"),
         notes.read_text(encoding="utf-8") if notes.exists() else "",
     )
-    return Reproduction({name: found[name] for name in chosen}, written, interrupted)
+    chosen_results = {name: found[name] for name in chosen}
+    return Reproduction(chosen_results, written, interrupted, work.store.failures)
 
 
 def find_experiments(names: str | Iterable[str]) -> list[str]:

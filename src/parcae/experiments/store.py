@@ -50,6 +50,8 @@ class Store:
     def __init__(self, folder: Path, texts: Path | None = None) -> None:
         """`texts`: the folder that the files of `TEXTS` are below."""
         self.path, self.texts = folder.absolute(), texts
+        self.failures: dict[str, str] = {}
+        """Why runs that `train` has started did not end, by their keys."""
 
     def folder(self, run: Run) -> Path:
         return self.path / "runs" / run.key
@@ -174,6 +176,7 @@ class _Observer:
         run = self.runs[request.name]
         self.left -= 1
         if failure is not None:
+            self.store.failures[run.key] = failure
             console.print_text(f"failed    {self._describe(request)}: {failure} See {request.log}")
         if self.store.has_ended(run):
             minutes = self.store.core_minutes(run)

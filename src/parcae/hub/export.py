@@ -9,22 +9,19 @@ generation and a model card with the numbers of the run.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
 from tokenizers import processors
 
 from parcae import console, plotting
-from parcae.files import FileError, to_json
+from parcae.files import atomic_folder, check_new, to_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE, flops
 from parcae.model.hf_format import MODEL_TYPE, to_hf_config, to_hf_weights
+from parcae.model.store import write_weights
 from parcae.runs import open_checkpoint, read_recipe_table, read_result, run_of
 from parcae.runs.layout import TOKENIZER_FILE
 
@@ -52,20 +49,12 @@ def export(
     gets its name when all files are written.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
+    check_new(folder)
     checkpoint = open_checkpoint(source, tokenizer=tokenizer, best=best)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        partial.chmod(0o755)
-        _write_model(partial, checkpoint.model, checkpoint.tokenizer, dtype)
-        _write_tokenizer(partial, checkpoint.tokenizer, checkpoint.model.config)
-        _write_card(partial, folder.name, checkpoint.model, run_of(checkpoint.folder))
-        os.rename(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with atomic_folder(folder) as new:
+        _write_model(new, checkpoint.model, checkpoint.tokenizer, dtype)
+        _write_tokenizer(new, checkpoint.tokenizer, checkpoint.model.config)
+        _write_card(new, folder.name, checkpoint.model, run_of(checkpoint.folder))
     return folder
 
 
@@ -88,7 +77,7 @@ def _write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype
     _write_json(folder / "generation_config.json", generation)
     weights = to_hf_weights(model.state_dict(), model.config)
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_weights(weights, folder / WEIGHTS_FILE)
     write_code(folder)
 
 
@@ -101,7 +90,7 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
         pair=f"{bos}:0 $A:0 $B:1",
         special_tokens=[(bos, tokenizer.bos)],
     )
-    backend.save(str(folder / TOKENIZER_FILE))
+    (folder / TOKENIZER_FILE).write_text(backend.to_str(pretty=True), encoding="utf-8")
     _write_json(
         folder / "tokenizer_config.json",
         {

@@ -14,9 +14,10 @@ import tempfile
 from pathlib import Path
 
 from parcae.config import ConfigError
-from parcae.files import FileError
+from parcae.files import FileError, atomic_folder, check_new, reading
 from parcae.model import CONFIG_FILE
 from parcae.model.store import read_model, save
+from parcae.runs.checkpoints import verify_model_folder
 from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES
 
 FILES = (CONFIG_FILE, "*.safetensors", "pytorch_model.bin", TOKENIZER_FILE, "merges.txt")
@@ -34,8 +35,7 @@ def import_model(
     default the one `hf auth login` stored.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
+    check_new(folder)
     if Path(source).is_dir():
         return _convert(Path(source), folder)
     with tempfile.TemporaryDirectory(prefix="parcae-import-") as downloads:
@@ -83,16 +83,18 @@ def _hint(repository: str) -> str:
 def _convert(source: Path, folder: Path) -> Path:
     if not (source / CONFIG_FILE).exists():
         raise FileError(f"{source}: no {CONFIG_FILE}. Give a folder with a model.")
+    verify_model_folder(source)
     try:
         model = read_model(source)
     except ConfigError as error:
         raise FileError(f"{source}: {error}") from None
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
-        new = Path(partial) / folder.name
+    tokenizer_files: dict[str, bytes] = {}
+    for name in (*TOKENIZER_FILES, "vocab.json"):
+        if (source / name).is_file():
+            with reading(source / name):
+                tokenizer_files[name] = (source / name).read_bytes()
+    with atomic_folder(folder) as new:
         save(model, new)
-        for name in (*TOKENIZER_FILES, "vocab.json"):
-            if (source / name).is_file():
-                (new / name).write_bytes((source / name).read_bytes())
-        new.rename(folder)
+        for name, content in tokenizer_files.items():
+            (new / name).write_bytes(content)
     return folder

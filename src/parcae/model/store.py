@@ -19,7 +19,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from parcae.config import ConfigError, ModelConfig
-from parcae.files import FileError, atomic_path, check_regular, flush, read_json, to_json
+from parcae.files import (
+    FileError,
+    WriteError,
+    atomic_path,
+    check_regular,
+    flush,
+    read_json,
+    to_json,
+)
 from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
@@ -43,10 +51,18 @@ def save(model: LanguageModel, folder: str | Path) -> Path:
         atomic_path(folder / WEIGHTS_FILE) as new_weights,
         atomic_path(folder / CONFIG_FILE) as new_config,
     ):
-        save_file(weights, new_weights, metadata={"format": "pt"})
+        write_weights(weights, new_weights)
         flush(new_weights)
         new_config.write_text(to_json(header(model.config)), encoding="utf-8")
     return folder
+
+
+def write_weights(weights: dict[str, Tensor], path: Path) -> None:
+    """Write a file of weights; safetensors has an error of its own for a full disk."""
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise WriteError(f"{path}: could not be written ({error}).") from None
 
 
 def header(config: ModelConfig) -> dict[str, Any]:
@@ -115,7 +131,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
     except FileError:
         raise
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = str(error)[:300]
         raise FileError(f"{path}: cannot be read ({reason}). Is it truncated?") from None
 

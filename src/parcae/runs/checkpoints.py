@@ -74,6 +74,18 @@ def read_state(checkpoint: str | Path) -> dict[str, Any]:
     return state
 
 
+def last_state(run: str | Path) -> dict[str, Any] | None:
+    """state.json of the newest checkpoint that can be read and names its recipe."""
+    for checkpoint in reversed(list_checkpoints(run)):
+        try:
+            state = read_state(checkpoint)
+        except FileError:
+            continue
+        if isinstance(state.get("recipe"), dict) and isinstance(state.get("sources"), list):
+            return state
+    return None
+
+
 def _validation_loss(checkpoint: Path) -> float | None:
     try:
         loss = read_state(checkpoint).get("validation_loss")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from parcae.config import ConfigError
-from parcae.files import FileError, interpreting, read_json, write_json
+from parcae.files import FileError, interpreting, read_sealed, write_sealed
 from parcae.recipe import flatten, read_toml
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
 from parcae.schema import shorten, type_hints, without_none
@@ -73,7 +73,7 @@ class TrainResult:
         return tree
 
     def write(self) -> None:
-        write_json(self.folder / RESULT_FILE, self.to_dict())
+        write_sealed(self.folder / RESULT_FILE, self.to_dict())
 
 
 def read_recipe_table(run: str | Path) -> dict[str, Any]:
@@ -92,9 +92,7 @@ def read_result(run: str | Path) -> TrainResult | None:
     path = Path(run) / RESULT_FILE
     if not path.exists():
         return None
-    tree = read_json(path)
-    if not isinstance(tree, dict):
-        raise FileError(f"{path}: not a JSON object. Was it edited?")
+    tree = read_sealed(path, "Remove it, then resume the run to write it again.", required=False)
     with interpreting(path, "Was it edited?"):
         result = _parse_result(Path(run), tree)
     return result if last_step(run) in (0, result.steps) else None

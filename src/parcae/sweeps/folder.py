@@ -29,6 +29,7 @@ from parcae.files import (
     write_json,
     write_sealed,
     write_text,
+    writing,
 )
 from parcae.laws.model_runs import assign_sets
 from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
@@ -222,11 +223,17 @@ def _read_texts(path: Path) -> dict[str, str]:
 
 
 def _set(path: Path, before: Mapping[str, str], name: str, value: str | None) -> None:
-    """Write `before` with `name` set to `value`, or without it for None, if that changes it."""
+    """Write `before` with `name` set to `value`, or without it for None, if that changes it.
+
+    A file without entries is removed.
+    """
     now = {key: text for key, text in before.items() if key != name}
     if value is not None:
         now[name] = value
-    if now != before:
+    if not now:
+        with writing(path):
+            path.unlink(missing_ok=True)
+    elif now != before:
         write_json(path, now)
 
 

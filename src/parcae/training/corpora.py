@@ -162,11 +162,9 @@ def open_corpora(recipe: Recipe, run: Path) -> Corpora:
         raise FileError(f"{run / TOKENIZER_FILE}: no such file. The data is not prepared yet.")
     tokenizer = Tokenizer.load(run / TOKENIZER_FILE)
     _check_vocabulary(tokenizer, recipe)
-    folders = []
-    for source, folder in _folders(recipe, run):
-        if source == folder:
-            _check_tokenizer(folder, tokenizer)
-        folders.append(folder)
+    folders = [folder for _, folder in _folders(recipe, run)]
+    for folder in folders:
+        _check_tokenizer(folder, tokenizer)
     sources = recipe.data.sources
     weights = recipe.data.weights or (1.0,) * len(sources)
     names = tuple(f"{number}:{Path(source).name}" for number, source in enumerate(sources))

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import FileError, nan_to_none, write_all, write_text
+from parcae.files import FileError, nan_to_none, reading, write_all, write_text
 from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
@@ -72,7 +72,9 @@ class Log:
 def keep_until(path: Path, step: int) -> None:
     """Remove the lines after `step`, and a last line that was cut off."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with reading(path):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")

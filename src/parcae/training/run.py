@@ -8,15 +8,17 @@ result.status, result.losses, pandas.DataFrame(result.table())
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError, require
-from parcae.files import FileError, write_text
+from parcae.files import write_text
 from parcae.recipe import flatten, merge, write_toml
-from parcae.runs import TrainResult, find_run, list_checkpoints, read_state
+from parcae.runs import TrainResult, find_run
+from parcae.runs.checkpoints import last_state
 from parcae.runs.layout import (
     CHECKPOINTS_FOLDER,
     DATA_FOLDER,
@@ -93,9 +95,20 @@ def train(
                 raise ConfigError("out: missing. Give the folder of the run.")
             out = default_folder(recipe)
         recipe = resolve_recipe(recipe, overrides)
+    if not resume and was_restarted(Path(out)):
+        recipe, resume = read_recipe(Path(out)), True
     from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
 
     return train_recipe(recipe, Path(out), resume)
+
+
+def was_restarted(run: Path) -> bool:
+    """Whether `torchrun` has started this process again, after one died, and there is a run.
+
+    All processes agree: none is past the forming of their group, so none has written yet.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return restarts.isdecimal() and int(restarts) > 0 and (run / METRICS_FILE).exists()
 
 
 def default_folder(recipe: str | Path) -> Path:
@@ -147,7 +160,7 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
     """
     from parcae.training.corpora import check_moved, check_same_data, open_corpora, prepare_corpora
 
-    state = _last_state(run)
+    state = last_state(run)
     before = read_recipe(run) if state is None else recipe_from_tree(state["recipe"])
     _check_unchanged(before, recipe, run)
     check_moved(recipe, before, run)
@@ -162,18 +175,6 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
             raise
     write_text(run / RECIPE_FILE, _recipe_text(recipe))
     return recipe
-
-
-def _last_state(run: Path) -> dict[str, Any] | None:
-    """state.json of the newest checkpoint that can be read and names its recipe."""
-    for checkpoint in reversed(list_checkpoints(run)):
-        try:
-            state = read_state(checkpoint)
-        except FileError:
-            continue
-        if isinstance(state.get("recipe"), dict) and isinstance(state.get("sources"), list):
-            return state
-    return None
 
 
 def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:

@@ -61,7 +61,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult
                 try:
                     stack.enter_context(lock_folder(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
-                except (ConfigError, FileError) as error:
+                except (ConfigError, OSError) as error:
                     failure = error
         workers.raise_together(failure)
         corpora = open_corpora(recipe, out)
@@ -156,7 +156,7 @@ class Trainer:
                 settings, step = recipe_to_dict(self.recipe), self.learner.step
                 trackers = open_trackers(self.recipe.run.trackers, self.out, settings, step)
                 self.log = Log(self.out, step, trackers)
-            except (ConfigError, FileError) as error:
+            except (ConfigError, OSError) as error:
                 failure = error
         self.workers.raise_together(failure)
         for message in start_messages(self.learner, self.out, self.progress, self.peak):
