@@ -47,7 +47,7 @@ def main() -> int:
                 started = time.monotonic()
                 tried = FAULTS[fault].run(trial, arguments.event)
                 took = time.monotonic() - started
-                print(f"{name:<16} {fault:<17} {took:6.1f} s {tried.plain()}", flush=True)
+                print(f"{name:<16} {fault:<17} {took:6.1f} s {tried.to_dict()}", flush=True)
                 for failure in tried.failures:
                     print(f"    {failure}", flush=True)
                 failed += len(tried.failures)
@@ -73,7 +73,7 @@ def is_recorded(path: Path | None, command: str, fault: str, sample: int | None)
 
 def record(path: Path, command: str, fault: str, sample: int | None, tried: Tried) -> None:
     tree = read(path)
-    cell = {"sample": sample, **tried.plain()}
+    cell = {"sample": sample, **tried.to_dict()}
     tree["cells"].setdefault(command, {})[fault] = cell
     path.write_text(json.dumps(tree, indent=1) + "\n")
 

@@ -42,7 +42,7 @@ def test_faults(name, server):
         and (name not in LONG or kind.name in OF_LONG)
     }
     assert {fault: cell.failures for fault, cell in tried.items() if cell.failures} == {}
-    assert all(cell.plain()["tried"] > 0 for cell in tried.values())
+    assert all(cell.to_dict()["tried"] > 0 for cell in tried.values())
 
 
 def test_the_page_has_the_recorded_counts():

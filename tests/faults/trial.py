@@ -33,7 +33,7 @@ class Tried:
         else:
             self.seen[seen] += 1
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         tried = sum(self.seen.values()) + len(self.failures)
         return {"tried": tried, "failures": len(self.failures), "seen": dict(self.seen)}
 
