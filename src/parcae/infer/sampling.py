@@ -34,9 +34,9 @@ from parcae.rng import keyed_generator
 
 TOP_P_CANDIDATES = 512
 """Tokens among which top-p looks first; it nearly always keeps fewer."""
-DRAWN_TOGETHER = 1 << 15
-"""Rows of logits are sampled together up to this many, which stay in a core's cache. A small row
-takes less time than the start of each operator on it."""
+DRAWN_TOGETHER = 1 << 14
+"""Rows are sampled together up to this many logits, which stay in a core's cache and for which
+PyTorch hardly starts threads. A small row takes less time than the start of each operator on it."""
 
 
 class NonFiniteLogits(ValueError):
