@@ -1,8 +1,8 @@
 """Load a server with many clients and compare with one request at a time.
 
     python benchmarks/serve_load.py out/demo/run --clients 64 --minutes 10
-    python benchmarks/serve_load.py parcae-30m --tokenizer out/demo/run    # untrained
-    python benchmarks/serve_load.py out/demo/run --table --clients 1 4 16 64
+    python benchmarks/serve_load.py parcae-10m                        # untrained
+    python benchmarks/serve_load.py parcae-10m --table --clients 1 4 16 64
 
 Starts `parcae serve`. First one client sends requests one after the other, then all clients at
 once; some disconnect after the first token, some send malformed requests. Requests differ in
@@ -37,8 +37,7 @@ import numpy as np
 import parcae
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
-from parcae.runs import find_checkpoint, open_checkpoint
-from parcae.runs.loading import find_tokenizer
+from parcae.runs import open_checkpoint
 
 MALFORMED = (
     b"{",
@@ -221,9 +220,10 @@ async def _load(url: str, cases: list[Case], clients: int, seconds: float, mixed
     return record
 
 
-def untrained(preset: str, tokenizer: Path, folder: Path) -> Path:
-    """A folder with a model of random weights and the vocabulary of a tokenizer."""
-    encoder = Tokenizer.load(find_tokenizer(find_checkpoint(tokenizer)))
+def untrained(preset: str, folder: Path) -> Path:
+    """A folder with a model of random weights and a small tokenizer."""
+    files = sorted(Path(random.__file__).parent.glob("*.py"))
+    encoder = Tokenizer.train((file.read_text(encoding="utf-8") for file in files), 2048)
     config = replace(parcae.preset(preset), vocab_size=encoder.vocab_size, context_length=256)
     parcae.save(parcae.create(config), folder)
     encoder.save(folder / "tokenizer.json")
@@ -318,7 +318,6 @@ def cpu_name() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", help="a run, a model folder or a preset")
-    parser.add_argument("--tokenizer", type=Path, help="a run with a tokenizer, for a preset")
     parser.add_argument("--clients", type=int, nargs="+", default=[64])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--requests", type=int, default=48, help="different requests")
@@ -328,8 +327,8 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.checkpoint)
-        if arguments.tokenizer is not None:
-            path = untrained(arguments.checkpoint, arguments.tokenizer, Path(folder) / "model")
+        if not path.exists():
+            path = untrained(arguments.checkpoint, Path(folder) / "model")
         requests = cases(path, arguments.requests, random.Random(0))
         server = Server(path, requests, arguments.options.split())
         try:
