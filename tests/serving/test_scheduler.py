@@ -301,16 +301,17 @@ def test_closing_at_once_ends_running_jobs(served):
 
 def test_jobs_wait_in_the_queue_for_memory_and_not_for_ever(served, plain_engine):
     """Room for one row: the second job waits in the engine, the others in the queue."""
-    one = served(gated=True, queue_seconds=0.3)
+    one = served(gated=True, queue_seconds=60)
     cache = one.engine.cache
     cache.max_bytes = cache.bytes_per_token(2) * 64
     first = one.submit(new_tokens=40)
     wait_until(lambda: one.scheduler.running == 1)
-    rest = [one.submit(client=str(n)) for n in range(3)]
-    one.run(2)
-    wait_until(lambda: one.scheduler.running == 2)
-    assert (one.engine.running, one.engine.waiting, one.scheduler.waiting) == (1, 1, 2)
-    time.sleep(0.3)
+    rest = [one.submit(client=str(n), seconds=600.0) for n in range(3)]
+    one.run(1)
+    engine, scheduler = one.engine, one.scheduler
+    wait_until(lambda: (engine.running, engine.waiting, scheduler.waiting) == (1, 1, 2))
+    for job in rest:
+        job.submitted -= 61
     one.run()
     for job in rest:
         with pytest.raises(ApiError) as error:
