@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
-.PHONY: demo test fuzz test-faults soak audit test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
+.PHONY: demo test fuzz test-faults soak test-api audit test-portable test-sanitized check test-vllm docs bench lint types all-tests fast-tests clean help
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -52,6 +52,9 @@ soak: $(STAMP)  ## train, then serve, for an hour each, and compare memory, desc
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py train --minutes $(or $(MINUTES),60) --record results/soak.json
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py serve --minutes $(or $(MINUTES),60) --record results/soak.json
 
+test-api: $(STAMP)  ## requests of schemathesis to the server, over its whole schema: some minutes
+	scripts/test_api.sh $(BIN)/python
+
 audit: SHELL := /bin/bash
 audit: $(STAMP)  ## compare the installed packages with the database of known vulnerabilities; needs the internet
 	@mkdir -p out; $(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit || { echo "skipped: pip-audit cannot be installed"; exit 0; }; \
@@ -83,4 +86,4 @@ bench: $(STAMP)  ## compare the speed of a training step with a plain implementa
 	$(BIN)/python benchmarks/train_step.py
 
 clean:  ## remove everything the other targets created
-	rm -rf $(VENV) .venv-vllm out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-api out .pytest_cache .ruff_cache .hypothesis .import_linter_cache

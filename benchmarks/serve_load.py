@@ -1,13 +1,18 @@
 """Load a server with many clients and compare with one request at a time.
 
     python benchmarks/serve_load.py out/demo/run --clients 64 --minutes 10
-    python benchmarks/serve_load.py parcae-30m --tokenizer out/demo/run    # untrained
+    python benchmarks/serve_load.py parcae-10m                        # untrained
+    python benchmarks/serve_load.py parcae-10m --table --clients 1 4 16 64
 
 Starts `parcae serve`. First one client sends requests one after the other, then all clients at
 once; some disconnect after the first token, some send malformed requests. Requests differ in
 prompt, length, depth, exit rule and seed; every text that is returned is compared with the
 engine's. Prints tokens per second of both, the server's CPU time per token, the time to the first
-token, and the memory of the server after every minute.
+token and between tokens, and the memory of the server after every minute. The exit code is 1 if a
+text differs from the engine's or a well-formed request is not answered.
+
+`--table` prints a row of speed and latency for every number of clients instead; all of them are
+well behaved.
 """
 
 from __future__ import annotations
@@ -32,8 +37,7 @@ import numpy as np
 import parcae
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
-from parcae.runs import find_checkpoint, open_checkpoint
-from parcae.runs.loading import find_tokenizer
+from parcae.runs import open_checkpoint
 
 MALFORMED = (
     b"{",
@@ -42,6 +46,8 @@ MALFORMED = (
     b'{"promt": "a"}',
     b"[]",
 )
+EXPECTED = ("ok", "left", "refused")
+"""Kinds of answers that are not errors."""
 
 
 @dataclass
@@ -56,19 +62,41 @@ class Case:
 class Record:
     """What one phase saw."""
 
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of the server."""
     tokens: int = 0
     texts: int = 0
     first: list[float] = field(default_factory=list)
     """Seconds to the first token of streams."""
+    between: list[float] = field(default_factory=list)
+    """Seconds from a token to the next, the mean of every stream."""
     answers: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
 
     def add(self, other: Record) -> None:
-        self.tokens += other.tokens
-        self.texts += other.texts
-        self.first += other.first
-        self.answers += other.answers
-        self.wrong += other.wrong
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def rate_per_cpu(self) -> float:
+        """Tokens per second of the server's CPU time."""
+        return self.tokens / self.cpu_seconds
+
+    @property
+    def errors(self) -> int:
+        """Well-formed requests that were not answered, and malformed ones that were not refused."""
+        return sum(count for kind, count in self.answers.items() if kind not in EXPECTED)
+
+    def milliseconds(self) -> list[float]:
+        """p50 and p99 of the time to the first token, then of the time between tokens."""
+        times = (self.first or [np.nan], self.between or [np.nan])
+        return [1000 * float(x) for part in times for x in np.percentile(part, [50, 99])]
 
 
 def cases(checkpoint: Path, count: int, rng: random.Random) -> list[Case]:
@@ -148,20 +176,23 @@ class Client:
         if not stream:
             tree = json.loads((await reader.read()).decode())
             return tree["choices"][0]["text"], tree["usage"]["completion_tokens"]
-        text, tokens, first = "", 0, True
+        text, tokens, first, last = "", 0, 0.0, 0.0
         while True:
             line = await reader.readline()
             if not line.startswith(b"data: "):
                 continue
-            if first:
-                self.record.first.append(time.monotonic() - start)
-                first = False
             if line.startswith(b"data: [DONE]"):
+                self.record.first.append(first - start)
+                if tokens > 1:
+                    self.record.between.append((last - first) / (tokens - 1))
                 return text, tokens
             tree = json.loads(line[6:])
             if "error" in tree:
                 self.record.answers[f"stream: {tree['error']['code']}"] += 1
                 return text, tokens
+            if tree["choices"]:
+                last = time.monotonic()
+                first = first or last
             text += "".join(choice["text"] for choice in tree["choices"])
             tokens += (tree["usage"] or {}).get("completion_tokens", 0)
 
@@ -181,100 +212,139 @@ async def _status(reader: asyncio.StreamReader) -> int:
     return int(head.split()[1])
 
 
-async def load(
-    url: str, cases: list[Case], clients: int, seconds: float, mixed: bool
-) -> tuple[Record, float]:
-    """Run clients for some time; returns what they saw and the seconds."""
+async def _load(url: str, cases: list[Case], clients: int, seconds: float, mixed: bool) -> Record:
     record, start = Record(), time.monotonic()
     workers = [Client(url, record, random.Random(n)) for n in range(clients)]
     await asyncio.gather(*(w.run(cases, start + seconds, mixed) for w in workers))
-    return record, time.monotonic() - start
+    record.seconds = time.monotonic() - start
+    return record
 
 
-def untrained(preset: str, tokenizer: Path, folder: Path) -> Path:
-    """A folder with a model of random weights and the vocabulary of a tokenizer."""
-    encoder = Tokenizer.load(find_tokenizer(find_checkpoint(tokenizer)))
+def untrained(preset: str, folder: Path) -> Path:
+    """A folder with a model of random weights and a small tokenizer."""
+    files = sorted(Path(random.__file__).parent.glob("*.py"))
+    encoder = Tokenizer.train((file.read_text(encoding="utf-8") for file in files), 2048)
     config = replace(parcae.preset(preset), vocab_size=encoder.vocab_size, context_length=256)
     parcae.save(parcae.create(config), folder)
     encoder.save(folder / "tokenizer.json")
     return folder
 
 
-def cpu_seconds(process: subprocess.Popen[str]) -> float:
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+class Server:
+    """`parcae serve` as a process, and the requests to load it with."""
+
+    def __init__(self, checkpoint: Path, cases: list[Case], options: list[str]) -> None:
+        self.cases = cases
+        command = [sys.executable, "-m", "parcae", "serve", f"model={checkpoint}", "--port", "0"]
+        self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().split()[2]
+
+    def load(self, clients: int, seconds: float, mixed: bool = False) -> Record:
+        before = self._cpu_seconds()
+        record = asyncio.run(_load(self.url, self.cases, clients, seconds, mixed))
+        record.cpu_seconds = self._cpu_seconds() - before
+        return record
+
+    def _cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def memory(self) -> float:
+        """Resident memory in MB."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
 
 
-def memory(process: subprocess.Popen[str]) -> float:
-    """Resident memory of a process in MB."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-
-def report(name: str, record: Record, seconds: float, cpu: float) -> tuple[float, float]:
-    """Print and return tokens per second, and per second of the server's CPU time."""
-    rate, per_cpu = record.tokens / seconds, record.tokens / cpu
+def print_record(name: str, record: Record) -> None:
     answers = ", ".join(f"{count} {answer}" for answer, count in sorted(record.answers.items()))
-    print(f"{name}: {rate:,.1f} tokens/s, {per_cpu:,.0f} per CPU second; {answers}")
+    first50, first99, between50, between99 = record.milliseconds()
+    print(
+        f"{name}: {record.rate:,.1f} tokens/s, {record.rate_per_cpu:,.0f} per CPU second; {answers}"
+    )
     print(f"  {record.wrong} of {record.texts} texts differ from the engine's")
-    if record.first:
-        p50, p99 = np.percentile(record.first, [50, 99])
-        print(f"  first token: p50 {p50:.3f} s, p99 {p99:.3f} s, max {max(record.first):.3f} s")
-    return rate, per_cpu
+    print(
+        f"  first token: p50 {first50:.0f} ms, p99 {first99:.0f} ms, "
+        f"max {1000 * max(record.first, default=0):.0f} ms; "
+        f"between tokens: p50 {between50:.1f} ms, p99 {between99:.1f} ms"
+    )
+
+
+def compare(server: Server, clients: int, minutes: float, alone_seconds: float) -> Record:
+    """One client, then all, some of which misbehave. Returns what all of them saw."""
+    alone = server.load(1, alone_seconds)
+    print_record("one at a time", alone)
+    print(f"load of the machine {os.getloadavg()[0]:.1f}; memory {server.memory:.0f} MB")
+    total, rounds = Record(), max(1, round(minutes))
+    for number in range(1, rounds + 1):
+        record = server.load(clients, minutes * 60 / rounds, mixed=True)
+        total.add(record)
+        print(
+            f"  part {number}: {record.rate:,.0f} tokens/s, {server.memory:.0f} MB, "
+            f"load of the machine {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+    print_record(f"{clients} clients", total)
+    per_cpu = total.rate_per_cpu / alone.rate_per_cpu
+    print(f"throughput x {total.rate / alone.rate:.2f}, per CPU second x {per_cpu:.2f}")
+    total.add(alone)
+    return total
+
+
+def print_table(server: Server, clients: list[int], seconds: float) -> Record:
+    """A row for each number of clients. Returns what all of them saw."""
+    print("| clients | tokens/s | first token p50, ms | p99 | between tokens p50, ms | p99 |")
+    print("|---:|---:|---:|---:|---:|---:|")
+    total = Record()
+    for count in clients:
+        record = server.load(count, seconds)
+        times = " | ".join(f"{value:,.1f}" for value in record.milliseconds())
+        print(f"| {count} | {record.rate:,.0f} | {times} |", flush=True)
+        total.add(record)
+    return total
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'unknown'}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", help="a run, a model folder or a preset")
-    parser.add_argument("--tokenizer", type=Path, help="a run with a tokenizer, for a preset")
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--clients", type=int, nargs="+", default=[64])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--requests", type=int, default=48, help="different requests")
-    parser.add_argument("--alone-seconds", type=float, default=30)
+    parser.add_argument("--seconds", type=float, default=30, help="of one client, or of a row")
+    parser.add_argument("--table", action="store_true", help="a row for each number of clients")
     parser.add_argument("--options", default="", help="more options of parcae serve, in one text")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(arguments.checkpoint)
-        if arguments.tokenizer is not None:
-            path = untrained(arguments.checkpoint, arguments.tokenizer, Path(folder) / "model")
+        if not path.exists():
+            path = untrained(arguments.checkpoint, Path(folder) / "model")
         requests = cases(path, arguments.requests, random.Random(0))
-        command = [sys.executable, "-m", "parcae", "serve", f"model={path}", "--port", "0"]
-        command += arguments.options.split()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        server = Server(path, requests, arguments.options.split())
         try:
-            compare(process, requests, arguments)
+            print(f"{cpu_name()}; load of the machine {os.getloadavg()[0]:.1f}")
+            server.load(max(arguments.clients), 10)  # chooses kernels, allocates
+            if arguments.table:
+                record = print_table(server, arguments.clients, arguments.seconds)
+            else:
+                [clients] = arguments.clients
+                record = compare(server, clients, arguments.minutes, arguments.seconds)
         finally:
-            process.terminate()
-            process.wait(60)
-    return 0
-
-
-def compare(
-    process: subprocess.Popen[str], requests: list[Case], arguments: argparse.Namespace
-) -> None:
-    assert process.stdout is not None
-    url = process.stdout.readline().split()[2]
-    asyncio.run(load(url, requests, 4, 10, mixed=False))  # chooses kernels, allocates
-    before = cpu_seconds(process)
-    record, seconds = asyncio.run(load(url, requests, 1, arguments.alone_seconds, mixed=False))
-    alone = report("one at a time", record, seconds, cpu_seconds(process) - before)
-    print(f"load of the machine {os.getloadavg()[0]:.1f}; memory {memory(process):.0f} MB")
-    total, seconds, before = Record(), 0.0, cpu_seconds(process)
-    rounds = max(1, round(arguments.minutes))
-    for number in range(1, rounds + 1):
-        part = arguments.minutes * 60 / rounds
-        record, elapsed = asyncio.run(load(url, requests, arguments.clients, part, mixed=True))
-        total.add(record)
-        seconds += elapsed
-        print(
-            f"  part {number}: {record.tokens / elapsed:,.0f} tokens/s, {memory(process):.0f} MB",
-            flush=True,
-        )
-    together = report(f"{arguments.clients} clients", total, seconds, cpu_seconds(process) - before)
-    print(f"load of the machine {os.getloadavg()[0]:.1f}")
+            server.stop()
     print(
-        f"throughput x {together[0] / alone[0]:.2f}, per CPU second x {together[1] / alone[1]:.2f}"
+        f"{record.errors} errors, {record.wrong} of {record.texts} texts differ from the engine's"
     )
+    return 1 if record.errors or record.wrong else 0
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from parcae.infer.sampling import (
     NonFiniteLogits,
     Sampling,
     choose,
+    draw_rows,
     noise,
     penalise,
     pick,
@@ -180,6 +181,22 @@ def test_pick_is_penalty_then_filters_then_race():
     greedy = Sampling(temperature=0, repetition_penalty=3.0)
     assert pick(logits, greedy, 0, 0, seen) == int(penalise(logits, seen, greedy).argmax())
     assert pick(logits, greedy, 0, 0, seen) != seen[0]
+
+
+@pytest.mark.parametrize("size", [60, 40_000])
+def test_rows_drawn_together_are_those_drawn_alone(size):
+    """Also where a part of the rows is drawn at a time, and one row is broken."""
+    options = ({}, {"temperature": 0.3}, {"top_k": 5}, {"top_p": 0.4}, {"min_p": 0.2, "top_k": 30})
+    samplings = [Sampling(**options[n % len(options)]) for n in range(12)]
+    logits = 3 * torch.randn(12, size, generator=torch.Generator().manual_seed(8))
+    logits[7, 3], logits[9] = math.nan, -math.inf
+    noises = [noise(seed, 40, size) for seed in range(12)]
+    drawn = draw_rows(logits, samplings, noises)
+    assert (drawn[7], drawn[9]) == (None, None)
+    for row, token in enumerate(drawn):
+        if token is not None:
+            assert token == pick(logits[row], samplings[row], row, 40, [])
+    assert len(set(drawn)) > 5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from oracles import text_model, tokenizer
 from parcae.infer.loop_trace import trace_loops
 from parcae.serving.models import ChatTemplate
 from parcae.serving.protocol import ApiError, Message
-from serving_fixtures import listening, make_app
+from serving_fixtures import client_of, listening, make_app
 
 STOPS = (0, 1)
 """BOS and EOS, with which the server ends texts."""
@@ -202,6 +202,7 @@ WRONG = [
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty"),
     ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "a", "stop_token_ids": [5000]}, "stop_tokens"),
+    ({"prompt": "a", "stream_options": {"include_usage": "yes"}}, "stream_options"),
 ]
 
 
@@ -245,6 +246,8 @@ def test_unknown_models_paths_and_methods(http):
         ("GET", "/settings.py", 404),
         ("GET", "/v1/completions", 405),
         ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/v1/nothing", 404),
         ("OPTIONS", "/v1/completions", 405),
     ):
         answer = http.request(method, path)
@@ -364,6 +367,16 @@ def test_a_stopping_server_answers_503(slow_server):
     assert client.get("/health").status_code == 503
     answer = client.post("/v1/completions", json={"prompt": "a"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+
+
+def test_the_default_depth_is_within_the_limit(plain_engine):
+    app = make_app(max_loops=2)
+    with client_of(app) as client:
+        assert client.get("/v1/models").json()["data"][0]["parcae"]["default_loops"] == 2
+        body = {"prompt": "def ", "max_tokens": 4, "seed": 1, "return_depths": True}
+        choice = choice_of(client, body)
+        assert {token["loops"] for token in choice["parcae"]["tokens"]} == {2}
+        assert len(client.post("/v1/trace", json={"prompt": "def "}).json()["loops"]) == 2
 
 
 def test_a_request_larger_than_the_cache_is_refused():

@@ -233,6 +233,17 @@ def test_a_token_shows_what_each_loop_predicted(open_page, complete, checkpoint)
     assert page.evaluate("document.querySelectorAll('[aria-selected=true]').length") == 0
 
 
+def test_labels_of_charts_stay_beside_their_lines_and_ticks_are_exact(open_page):
+    page = open_page()
+    labels = "labels = [{at: 101}, {at: 10}, {at: 100}]"
+    spread = page.evaluate(f"(({labels}) => (spread(labels, 104), labels.map(x => x.at)))()")
+    assert spread == [10, 92, 104]
+    ticks = page.evaluate("CEILINGS.flatMap(x => [x, x / 2]).map(x => [x, parseFloat(percent(x))])")
+    assert len(ticks) > 10
+    for value, written in ticks:
+        assert written == pytest.approx(100 * value)
+
+
 def wait_for_inspector(page, number):
     page.wait(f"$('facts').textContent.startsWith('Number {number} ')")
     page.wait("!/^Comp/.test($('finding').textContent)")

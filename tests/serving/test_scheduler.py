@@ -110,6 +110,21 @@ def test_texts_are_those_of_the_engine_whatever_runs_beside_them(served, plain_e
         assert one.text(job) == plain_engine.generate(prompt, **options).text
 
 
+def test_a_job_that_does_not_stream_has_one_delta(served, plain_engine):
+    one = served(gated=True)
+    options = {"new_tokens": 9, "logprobs": 1, "seed": 3}
+    whole, other = one.job(**options), one.job(**options)
+    whole.stream = False
+    one.start(whole, other)
+    one.run()
+    expected = plain_engine.generate("def ", loops=2, **options)
+    assert one.text(other) == expected.text
+    delta = one.events[whole].get(timeout=60)
+    assert [piece.token for piece in delta.pieces] == list(expected.tokens)
+    assert (tuple(delta.logprobs), delta.finish) == (expected.logprobs, expected.finish)
+    assert one.events[whole].empty()
+
+
 def test_clients_are_served_in_turn(served):
     one = served(max_batch_size=1, gated=True)
     first = one.submit(client="a", max_new_tokens=1)
@@ -212,8 +227,9 @@ def test_an_exception_fails_only_the_job_at_fault(served, plain_engine, failing_
     assert one.text(one.submit()), "the engine serves on"
 
 
+@pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("part", ["pass", "step"])
-def test_tokens_are_handed_out_once_if_a_job_runs_again(served, plain_engine, part):
+def test_tokens_are_handed_out_once_if_a_job_runs_again(served, plain_engine, part, stream):
     one = served(gated=True)
     target, name = (one.engine.network, "forward") if part == "pass" else (one.engine, "_decode")
     original, calls = getattr(target, name), []
@@ -227,6 +243,8 @@ def test_tokens_are_handed_out_once_if_a_job_runs_again(served, plain_engine, pa
     setattr(target, name, fail_once)
     cases = [{"seed": n, "max_new_tokens": 9, "logprobs": 1} for n in range(3)]
     jobs = [one.job(**options) for options in cases]
+    for job in jobs:
+        job.stream = stream
     one.start(*jobs)
     one.run()
     for job, options in zip(jobs, cases, strict=True):
@@ -283,6 +301,28 @@ def test_closing_at_once_ends_running_jobs(served):
         one.text(running)
     closing.join(60)
     assert one.engine.running == 0
+
+
+def test_jobs_wait_in_the_queue_for_memory_and_not_for_ever(served, plain_engine):
+    """Room for one row: the second job waits in the engine, the others in the queue."""
+    one = served(gated=True, queue_seconds=60)
+    cache = one.engine.cache
+    cache.max_bytes = cache.bytes_per_token(2) * 64
+    first = one.submit(new_tokens=40)
+    wait_until(lambda: one.scheduler.running == 1)
+    rest = [one.submit(client=str(n), seconds=600.0) for n in range(3)]
+    one.run(1)
+    engine, scheduler = one.engine, one.scheduler
+    wait_until(lambda: (engine.running, engine.waiting, scheduler.waiting) == (1, 1, 2))
+    for job in rest:
+        job.submitted -= 61
+    one.run()
+    for job in rest:
+        with pytest.raises(ApiError) as error:
+            one.text(job)
+        assert (error.value.status, error.value.headers["Retry-After"]) == (429, "2")
+    assert one.text(first) == plain_engine.generate("def ", loops=2, new_tokens=40).text
+    assert one.text(one.submit())
 
 
 def test_a_job_that_memory_has_no_room_for_is_refused(served, monkeypatch):

@@ -49,6 +49,8 @@ def test_names_in_the_host_header_must_be_known(guarded, host, status):
         ("http://evil.example", 403),
         ("http://localhost:9", 403),
         ("null", 403),
+        ("http://[", 403),
+        ("http://[::1", 403),
     ],
 )
 def test_other_origins_are_refused_and_never_allowed(guarded, origin, status):

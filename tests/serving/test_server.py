@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import shlex
 import shutil
@@ -10,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -45,14 +47,28 @@ def start(folder: Path, *options: str) -> tuple[subprocess.Popen, str]:
     return process, line.split()[2]
 
 
-@contextmanager
-def running(folder: Path, *options: str):
-    process, url = start(folder, *options)
-    try:
-        yield process, url
-    finally:
-        process.kill()
-        process.wait()
+class Supervisor(threading.Thread):
+    """Restarts a server that ends, as `Restart=always` of the systemd unit does."""
+
+    def __init__(self, *arguments) -> None:
+        super().__init__(daemon=True)
+        self.arguments, self.starts, self.is_stopped = arguments, 0, False
+        self.process, self.url = start(*arguments)
+        super().start()
+
+    def run(self) -> None:
+        while True:
+            self.process.wait()
+            if self.is_stopped:
+                return
+            port = str(httpx.URL(self.url).port)
+            self.process, self.url = start(*self.arguments[:-1], port)
+            self.starts += 1
+
+    def stop(self) -> None:
+        self.is_stopped = True
+        self.process.kill()
+        self.join(60)
 
 
 def text(url: str) -> str:
@@ -62,26 +78,45 @@ def text(url: str) -> str:
     return answer.json()["choices"][0]["text"]
 
 
+def text_once_served(url: str) -> str:
+    """Asks until the server is back, as clients do."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return text(url)
+        except httpx.TransportError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 @pytest.mark.slow
-def test_a_killed_server_that_is_restarted_serves_again_and_drains(folder, plain_engine):
-    with running(folder, "--port", "0") as (process, url):
+def test_a_killed_server_is_restarted_serves_again_and_drains(folder):
+    supervisor = Supervisor(folder, "--port", "0")
+    try:
+        url, killed = supervisor.url, supervisor.process
         expected = text(url)
-        process.kill()
-        assert process.wait(60) == -signal.SIGKILL
-        with pytest.raises(httpx.TransportError):
-            text(url)
-    with running(folder, "--port", str(httpx.URL(url).port)) as (process, again):
-        assert again == url
-        assert text(url) == expected
         body = {"prompt": "a", "max_tokens": 60, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            killed.kill()
+            with contextlib.suppress(httpx.TransportError):  # it ends, whatever it has received
+                list(lines)
+        assert killed.wait(60) == -signal.SIGKILL
+        assert text_once_served(url) == expected
+        assert supervisor.starts == 1
+
+        supervisor.is_stopped = True
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            supervisor.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]", "what has begun is finished"
-        assert process.wait(60) == 0
-        assert process.stderr.read() == ""
+        assert supervisor.process.wait(60) == 0
+        assert supervisor.process.stderr.read() == ""
+    finally:
+        supervisor.stop()
 
 
 def test_the_first_signal_drains_and_the_second_ends_at_once(monkeypatch):

@@ -20,7 +20,7 @@ import numpy as np
 from parcae.infer.batch import Batch, PassOutput, Span
 from parcae.infer.cache import Cache
 from parcae.infer.network import AnyNetwork
-from parcae.infer.sequence import RunningSequence
+from parcae.infer.sequence import RunningSequence, choose_all
 
 
 def read_prompts(
@@ -60,8 +60,10 @@ def _accept_next(
     sequences: Sequence[RunningSequence], loops: Sequence[int], output: PassOutput
 ) -> None:
     """Choose the next token of each sequence from the logits of its last token."""
-    for sequence, ran, logits in zip(sequences, loops, output.logit_rows, strict=True):
-        sequence.accept(sequence.choose(logits), ran, logits)
+    rows = output.logit_rows
+    tokens = choose_all(sequences, rows)
+    for sequence, token, ran, logits in zip(sequences, tokens, loops, rows, strict=True):
+        sequence.accept(token, ran, logits)
 
 
 def speculate(network: AnyNetwork, cache: Cache, sequences: Sequence[RunningSequence]) -> None:

@@ -10,9 +10,9 @@ Gumbel-max trick. The noise is keyed by (seed, position), so two predictions tha
 always choose the same token, which is why drafts are accepted when sampling.
 
 Every filter exists twice:
-`pick` chooses one token on the CPU, in float64. `sample_rows` chooses those of many rows where
-their logits are, without waiting for the device: the same filters in float32, all rows at once, and
-noise of a hash, which a device can compute for any (seed, position) by itself.
+`pick` and `draw_rows` choose tokens on the CPU, in float64. `sample_rows` chooses those of many
+rows where their logits are, without waiting for the device: the same filters in float32, all rows
+at once, and noise of a hash, which a device can compute for any (seed, position) by itself.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from parcae.rng import keyed_generator
 
 TOP_P_CANDIDATES = 512
 """Tokens among which top-p looks first; it nearly always keeps fewer."""
+DRAWN_TOGETHER = 1 << 14
+"""Rows are sampled together up to this many logits, which stay in a core's cache and for which
+PyTorch hardly starts threads. A small row takes less time than the start of each operator on it."""
 
 
 class NonFiniteLogits(ValueError):
@@ -56,6 +59,11 @@ class Sampling:
     def is_greedy(self) -> bool:
         """Whether the choice is the argmax of the logits."""
         return self.temperature == 0 and self.repetition_penalty == 1
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k is not None or self.top_p is not None or self.min_p is not None
 
     def __post_init__(self) -> None:
         for key in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -81,18 +89,26 @@ def _check(key: str, value: object, fits: bool, remedy: str) -> None:
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """The probability of each token [..., V] in float64; 0 for tokens that are filtered out."""
-    logits = logits.double()
     check_logits(logits)
     if sampling.temperature == 0:
         best = logits.argmax(-1, keepdim=True)
-        return torch.zeros_like(logits).scatter_(-1, best, 1.0)
-    top = logits.max(-1, keepdim=True).values
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _probabilities(rows, [sampling] * len(rows)).reshape(logits.shape)
+
+
+def _probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """[R, V] in float64, from finite logits; each row has its own filters, and its own temperature,
+    which is not 0."""
+    logits = logits.double()
+    top = logits.amax(-1, keepdim=True)
+    temperature = logits.new_tensor([sampling.temperature for sampling in samplings])
     # Subtract the maximum first: a tiny temperature then gives zeros, not an overflow.
-    probs = ((logits - top) / sampling.temperature).softmax(-1)
-    if sampling.top_k is None and sampling.top_p is None and sampling.min_p is None:
-        return probs
-    rows = [_filtered(row, sampling) for row in probs.reshape(-1, probs.shape[-1])]
-    return torch.stack(rows).reshape_as(probs)
+    probs = ((logits - top) / temperature[:, None]).softmax(-1)
+    for index, sampling in enumerate(samplings):
+        if sampling.has_filters:
+            probs[index] = _filtered(probs[index], sampling)
+    return probs
 
 
 def _filtered(probs: Tensor, sampling: Sampling) -> Tensor:
@@ -238,7 +254,7 @@ class RowSampling:
             top_p=floats(or_else(s.top_p, 1.0) for s, _ in settings),
             min_p=floats(or_else(s.min_p, 0.0) for s, _ in settings),
             repetition_penalty=floats(s.repetition_penalty for s, _ in settings),
-            filters=any(s.top_k or s.top_p is not None or s.min_p is not None for s, _ in settings),
+            filters=any(s.has_filters for s, _ in settings),
             penalties=any(s.repetition_penalty != 1 for s, _ in settings),
         )
 
@@ -303,5 +319,30 @@ def pick(
     logits = penalise(logits, seen, sampling)
     if sampling.temperature == 0:
         return likeliest(logits.detach().numpy())
-    probs = probabilities(logits, sampling)
-    return int(choose(probs, noise(seed, position, len(probs))))
+    [token] = draw_rows(logits[None], [sampling], [noise(seed, position, len(logits))])
+    if token is None:
+        raise non_finite_logits()
+    return token
+
+
+def draw_rows(
+    logits: Tensor, samplings: Sequence[Sampling], noises: Sequence[Tensor]
+) -> list[int | None]:
+    """The token of each row, from logits [R, V] after penalties and the noise of each row [V]; None
+    where logits are not finite. A row's token does not depend on the other rows."""
+    tokens: list[int | None] = []
+    count = max(1, DRAWN_TOGETHER // logits.shape[1])
+    for start in range(0, len(logits), count):
+        part = slice(start, start + count)
+        tokens += _draw_rows(logits[part], samplings[part], noises[part])
+    return tokens
+
+
+def _draw_rows(
+    logits: Tensor, samplings: Sequence[Sampling], noises: Sequence[Tensor]
+) -> list[int | None]:
+    finite = logits.amax(-1).isfinite().tolist()
+    if not all(finite):
+        logits = logits.where(torch.tensor(finite)[:, None], 0.0)
+    drawn = choose(_probabilities(logits, samplings), torch.stack(tuple(noises))).tolist()
+    return [token if fine else None for token, fine in zip(drawn, finite, strict=True)]

@@ -21,7 +21,16 @@ import torch
 
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.request import Request
-from parcae.infer.sampling import NoiseFunction, NonFiniteLogits, likeliest, noise, pick
+from parcae.infer.sampling import (
+    NoiseFunction,
+    NonFiniteLogits,
+    draw_rows,
+    likeliest,
+    noise,
+    non_finite_logits,
+    penalise,
+    pick,
+)
 
 Finish = Literal["length", "context", "stop", "cancelled", "error"]
 
@@ -240,6 +249,24 @@ def _logprob(token: int, logits: np.ndarray, alternatives: int) -> TokenLogprob:
     best = torch.topk(log_probs, alternatives)
     pairs = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
     return TokenLogprob(token, float(log_probs[token]), pairs)
+
+
+def choose_all(sequences: Sequence[RunningSequence], logits: Sequence[np.ndarray]) -> list[int]:
+    """`choose` of each sequence with its logits; those that draw a token do so together."""
+    drawing = [s for s in sequences if s.request.sampling.temperature > 0]
+    drawn: dict[RunningSequence, int] = {}
+    if len(drawing) > 1:
+        rows = {s: torch.from_numpy(row) for s, row in zip(sequences, logits, strict=True)}
+        samplings = [s.request.sampling for s in drawing]
+        penalised = [penalise(rows[s], s.tokens, s.request.sampling) for s in drawing]
+        noises = [s.noise(s.request.seed, len(s.tokens), len(rows[s])) for s in drawing]
+        tokens = draw_rows(torch.stack(penalised), samplings, noises)
+        for sequence, token in zip(drawing, tokens, strict=True):
+            if token is None:
+                sequence.fail(non_finite_logits())
+            drawn[sequence] = token or 0
+    pairs = zip(sequences, logits, strict=True)
+    return [drawn[s] if s in drawn else s.choose(row) for s, row in pairs]
 
 
 class Meter:

@@ -26,12 +26,29 @@ from parcae.runs import Checkpoint
 from parcae.serving.generation import EventStream, generate
 from parcae.serving.metrics import Exposition
 from parcae.serving.models import ServedModel, open_models
-from parcae.serving.protocol import ApiError, ChatRequest, CompletionRequest, TraceRequest, invalid
+from parcae.serving.protocol import (
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    ErrorBody,
+    TraceRequest,
+    invalid,
+)
 from parcae.serving.responses import ChatFormat, CompletionFormat, Format, TokenTexts
 from parcae.serving.security import PAGE, PAGE_FILES, Security
 from parcae.serving.settings import ServerSettings
 
-router = APIRouter()
+ANY_ERROR = {"model": ErrorBody, "description": "An error in OpenAI's format"}
+router = APIRouter(responses={"4XX": ANY_ERROR, "5XX": ANY_ERROR})
+EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The texts; with `stream`, chunks of them as server-sent events",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
+METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"description": "Prometheus' text format", "content": {"text/plain": {}}}
+}
 
 
 def create_app(
@@ -102,14 +119,14 @@ async def show_model(request: Request, name: str) -> Any:
     return _model(request, name).card()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", responses=EVENTS)
 async def complete(request: Request, body: CompletionRequest) -> Response:
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "Log-probabilities of the prompt are not supported.")
     return await _generate(request, body, CompletionFormat)
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=EVENTS)
 async def chat(request: Request, body: ChatRequest) -> Response:
     return await _generate(request, body, ChatFormat)
 
@@ -120,7 +137,7 @@ async def _generate(
     model = _model(http, body.model)
     requests = await asyncio.to_thread(model.requests, body)  # long texts take time to encode
     form = format(body, model.name, requests, model.tokenizer)  # type: ignore[arg-type]
-    deltas = generate(model.scheduler, requests, http, _client(http))
+    deltas = generate(model.scheduler, requests, http, _client(http), bool(body.stream))
     if body.stream:
         # Errors up to the first token have a status of their own.
         first = await anext(deltas)
@@ -135,7 +152,8 @@ async def _generate(
 async def trace(request: Request, body: TraceRequest) -> Any:
     model = _model(request, body.model)
     config = model.model.config
-    model.check_loops(body.num_loops or 1)
+    num_loops = body.num_loops or model.default_loops
+    model.check_loops(num_loops)
     ids = await asyncio.to_thread(model.engine.encode, body.prompt)
     model.check_length(ids)
     position = len(ids) - 1 if body.position is None else body.position
@@ -144,7 +162,7 @@ async def trace(request: Request, body: TraceRequest) -> Any:
     try:
         prefix = check_prompt(ids, config.vocab_size, config.context_length)[: position + 1]
         async with request.app.state.tracing:
-            call = (trace_next_token, model.model, prefix, body.num_loops, body.top)
+            call = (trace_next_token, model.model, prefix, num_loops, body.top)
             loops = await asyncio.to_thread(*call)
     except ConfigError as error:
         param, _, message = str(error).partition(": ")
@@ -175,7 +193,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", responses=METRICS, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     exposition = Exposition()
     for model in request.app.state.models.values():

@@ -67,13 +67,17 @@ class ServedModel:
         nominal = self.model.config.loop.nominal_loops
         return self.settings.max_loops or max(16, 2 * nominal)
 
+    @property
+    def default_loops(self) -> int:
+        return min(self.model.config.loop.nominal_loops, self.max_loops)
+
     def card(self) -> dict[str, Any]:
         """The model's entry in /v1/models."""
         config = self.model.config
         looped = config.architecture != "transformer"
         depths = {
             "looped": looped,
-            "default_loops": min(config.loop.nominal_loops, self.max_loops) if looped else 1,
+            "default_loops": self.default_loops,
             "max_loops": self.max_loops,
             "context_length": config.context_length,
             "exit_rules": sorted(EXIT_RULES.names) if looped else [],
@@ -90,7 +94,7 @@ class ServedModel:
             message = f"{len(prompts)} prompts x {count} texts, but at most {limit} are allowed."
             raise invalid("n", message)
         seed = secrets.randbits(31) if body.seed is None else body.seed
-        options = body.options()
+        options = {"loops": self.default_loops, **body.options()}
         if chat:
             options["stop"] = [*options.pop("stop", ()), *self.chat.stop]
         stop_tokens = {self.tokenizer.bos, *self.chat.stop_tokens, *(body.stop_token_ids or ())}

@@ -81,6 +81,19 @@ class ApiError(Exception):
         return {"error": error}
 
 
+class ErrorFields(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What `ApiError.body` returns, for the schema."""
+
+    error: ErrorFields
+
+
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -126,7 +139,13 @@ def _refused(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{problem}", {"problem": problem, "field": field[:64]})
 
 
-class StreamOptions(BaseModel):
+class Part(BaseModel):
+    """Of a request. Unknown fields are ignored: clients give names and annotations to messages."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class StreamOptions(Part):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
@@ -142,7 +161,7 @@ class Sampled(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=10)
     n: int | None = Field(None, ge=1, le=128)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -211,12 +230,12 @@ class CompletionRequest(Sampled):
         return self.prompt  # type: ignore[return-value]
 
 
-class TextPart(BaseModel):
+class TextPart(Part):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(Part):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart] | None = None
 

@@ -47,6 +47,10 @@ class Delta:
     finish: Finish | None = None
     """Set in the last delta."""
 
+    def then(self, later: Delta) -> Delta:
+        """This delta and the one after it as one."""
+        return Delta([*self.pieces, *later.pieces], [*self.logprobs, *later.logprobs], later.finish)
+
 
 @dataclass(eq=False)
 class Job:
@@ -57,6 +61,8 @@ class Job:
     client: str = ""
     seconds: float = math.inf
     """The longest time from now to the last token."""
+    stream: bool = True
+    """Whether tokens are handed out as they are generated, or all at the end."""
     submitted: float = field(default_factory=time.monotonic)
     sequence: RunningSequence | None = None
     cancelled: bool = False
@@ -66,10 +72,8 @@ class Job:
     """The tokens handed out; they are skipped if the job runs again."""
     taken: int = 0
     """Pieces taken from the current sequence."""
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() - self.submitted > self.seconds
+    held: list[Piece] = field(default_factory=list)
+    """Pieces to hand out at the end."""
 
     def take(self) -> list[Piece]:
         """The new pieces of its sequence. RuntimeError if a second run differs from the first."""
@@ -215,14 +219,28 @@ class Scheduler:
                     self._waiting.remove([job])
                     if not job.cancelled:
                         job.emit(busy("The request waited too long in the queue."))
-        ended = [job for job in (*self._running, *self._retries) if job.cancelled or job.late]
-        for job in ended:
+        ended = []
+        for job in (*self._running, *self._retries):
+            error = self._overdue(job)
+            if error is None and not job.cancelled:
+                continue
+            ended.append(job)
             if job.sequence is not None:
                 self.engine.cancel(job.sequence)
-            if not job.cancelled:
-                job.emit(ApiError(504, "The request took too long.", code="timeout"))
+            if error is not None and not job.cancelled:
+                job.emit(error)
         self._running = [job for job in self._running if job not in ended]
         self._retries = deque(job for job in self._retries if job not in ended)
+
+    def _overdue(self, job: Job) -> ApiError | None:
+        """The error with which a job ends that has been admitted for too long."""
+        waited = time.monotonic() - job.submitted
+        if waited > job.seconds:
+            return ApiError(504, "The request took too long.", code="timeout")
+        has_row = job.sequence is None or job.sequence.row >= 0 or job.emitted
+        if not has_row and waited > self.settings.queue_seconds:
+            return busy("There is no memory for the request's cache now.")
+        return None
 
     def _admit(self) -> None:
         while (job := self._next()) is not None:
@@ -233,9 +251,13 @@ class Scheduler:
                 job.emit(busy("There is no memory for the request's cache now."))
 
     def _next(self) -> Job | None:
-        """Move a job to the running ones, if the engine has a row for it."""
+        """Move a job to the running ones, if the engine has a row for it.
+
+        What memory has no row for stays in the queue, but for one that is in front of the others.
+        """
         is_full = len(self._running) >= self.engine.max_batch_size
-        if is_full or any(job.alone for job in self._running):
+        has_no_row = self.engine.waiting > self.engine.rows.free
+        if is_full or has_no_row or any(job.alone for job in self._running):
             return None
         with self._changed:
             if self._retries:
@@ -260,42 +282,53 @@ class Scheduler:
         self.metrics.count_step(len(self._running), time.perf_counter() - start)
 
     def _hand_out(self) -> None:
-        running = []
+        running, events = [], []
         for job in self._running:
             sequence = job.sequence
             assert sequence is not None
             try:
-                self._emit_new(job, sequence)
+                events.append((job, self._delta(job, sequence)))
             except RuntimeError as error:
                 self.engine.cancel(sequence)
-                job.emit(self._failure(error))
+                events.append((job, self._failure(error)))
                 continue
             if sequence.finish is None:
                 running.append(job)
             elif sequence.error is not None:
-                self._retry_or_fail(job, sequence.error)
+                events.append((job, self._retry_or_fail(job, sequence.error)))
         self._running = running
+        # All at once: the first wakes up the receivers, who then want the interpreter's lock.
+        for job, event in events:
+            if event is not None:
+                job.emit(event)
 
-    def _emit_new(self, job: Job, sequence: RunningSequence) -> None:
+    def _delta(self, job: Job, sequence: RunningSequence) -> Delta | None:
+        """What is to be handed out now."""
         pieces = job.take()
         if not pieces:
-            return
-        first = len(job.emitted) - len(pieces)
-        if first == 0:
+            return None
+        if len(job.emitted) == len(pieces):
             self.metrics.count_start(job.request, sequence.reused, job.submitted)
         self.metrics.count_tokens(pieces)
         finish = None if pieces[-1].completion is None else pieces[-1].completion.finish
-        job.emit(Delta(pieces, sequence.logprobs[first : job.taken], finish))
+        if not job.stream:
+            job.held += pieces
+            pieces = job.held
+            if finish is None:
+                return None
+        first = len(job.emitted) - len(pieces)
+        return Delta(pieces, sequence.logprobs[first : job.taken], finish)
 
-    def _retry_or_fail(self, job: Job, error: Exception) -> None:
+    def _retry_or_fail(self, job: Job, error: Exception) -> ApiError | None:
+        """Run the job again, alone, or return the error with which it ends."""
         if isinstance(error, ConfigError):  # its row did not fit in memory
-            job.emit(busy("There is no memory for the request's cache now."))
-        elif len(self._running) == 1 or job.alone or isinstance(error, NonFiniteLogits):
-            job.emit(self._failure(error))
-        else:
-            job.alone, job.sequence = True, None
-            self._retries.append(job)
-            self.metrics.retries += 1
+            return busy("There is no memory for the request's cache now.")
+        if len(self._running) == 1 or job.alone or isinstance(error, NonFiniteLogits):
+            return self._failure(error)
+        job.alone, job.sequence = True, None
+        self._retries.append(job)
+        self.metrics.retries += 1
+        return None
 
     def _failure(self, error: Exception) -> ApiError:
         log.error("a request failed: %s", type(error).__name__, exc_info=debug(error))

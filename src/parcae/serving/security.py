@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parcae.serving.protocol import ApiError
@@ -93,7 +94,7 @@ class Security:
         try:
             self._check_host(headers)
             scope["client_key"] = self._check_key(scope["path"], headers)
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and _has_route(scope):
                 body = await self._read_body(headers, receive)
                 receive = _replay(body, receive)
         except ApiError as error:
@@ -107,7 +108,7 @@ class Security:
             problem = "This Host header is not allowed; the server's --allowed-host allows it."
             raise ApiError(421, problem, code="host_not_allowed")
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc.lower() != host.lower():
+        if origin is not None and _host_of(origin) != host.lower():
             raise ApiError(403, "Requests of other origins are refused.", code="cross_origin")
 
     def _is_allowed(self, host: str) -> bool:
@@ -150,6 +151,19 @@ class Security:
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.") from None
         return bytes(body)
+
+
+def _has_route(scope: Scope) -> bool:
+    """Whether some route takes this method; otherwise the answer is 404 or 405."""
+    routes = scope["app"].routes
+    return any(route.matches(scope)[0] == Match.FULL for route in routes)
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -11,7 +11,7 @@ from parcae.schema import Settings, setting
 class ServerSettings(Settings):
     """Limits hold per model, except those of a request."""
 
-    max_batch_size: int = setting(16, "texts decoded together; others wait", at_least=1)
+    max_batch_size: int = setting(64, "texts decoded together; others wait", at_least=1)
     prefill_tokens: int = setting(
         256, "prompt tokens read between two tokens of the texts being decoded", at_least=1
     )

@@ -1,7 +1,8 @@
 "use strict";
 // How the prediction of one token formed, loop by loop. Uses the helpers of page.js.
 
-const TOP = 10, COLUMNS = 3, HOVER_DELAY = 140;
+const TOP = 10, COLUMNS = 3, HOVER_DELAY = 140, LINE = 12;
+const CEILINGS = [0.002, 0.004, 0.008, 0.02, 0.04, 0.08, 0.2, 0.5, 1];  // and their halves: exact as `percent` writes them
 let inspected = null, timer = 0;
 
 async function inspect(side, index) {
@@ -54,7 +55,7 @@ function drawTrace(token, threshold) {
   const chances = [...candidates].map(([id, text]) => ({label: visible(text).slice(0, 9),
     values: rows.map(row => row.top.find(entry => entry.id === id)?.probability ?? 0)}));
   const highest = Math.max(...chances.flatMap(series => series.values));
-  const ceiling = [0.05, 0.1, 0.25, 0.5, 1].find(value => value >= highest) ?? 1;
+  const ceiling = CEILINGS.find(value => value >= highest) ?? 1;
   const exitLoop = used < rows.length ? used : null;
   const residuals = rows.map(row => Math.max(row.residual, 1e-9)), lowest = Math.min(...residuals, threshold ?? 1);
   $("charts").replaceChildren(
@@ -110,12 +111,20 @@ function chart(title, series, {low, high, log, ticks, format, height, threshold,
     for (const [cx, cy] of points) drawing.append(svg("circle", {class: `s${index}`, cx, cy, r: loops > 24 ? 1.2 : 2.4}));
     if (label) labels.push({label, index, at: points.at(-1)[1] + 4});
   });
-  labels.sort((a, b) => a.at - b.at);
-  labels.forEach((entry, place) => { if (place) entry.at = Math.max(entry.at, labels[place - 1].at + 12); });
-  const excess = labels.length ? Math.max(0, labels.at(-1).at - bottom - 2) : 0;
+  spread(labels, bottom + 4);
   for (const {label, index, at} of labels)
-    drawing.append(svg("text", {class: `label t${index}`, x: right + 8, y: at - excess}, label));
+    drawing.append(svg("text", {class: `label t${index}`, x: right + 8, y: at}, label));
   return figure;
+}
+
+function spread(labels, lowest) {
+  // Each beside the end of its line, moved only as far as the next label or the axis makes it.
+  labels.sort((a, b) => a.at - b.at);
+  labels.forEach((entry, place) => { if (place) entry.at = Math.max(entry.at, labels[place - 1].at + LINE); });
+  for (const entry of labels.toReversed()) {
+    entry.at = Math.min(entry.at, lowest);
+    lowest = entry.at - LINE;
+  }
 }
 
 function table(rows, token, used) {
