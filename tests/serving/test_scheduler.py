@@ -112,7 +112,7 @@ def test_texts_are_those_of_the_engine_whatever_runs_beside_them(served, plain_e
 
 def test_a_job_that_does_not_stream_has_one_delta(served, plain_engine):
     one = served(gated=True)
-    options = {"new_tokens": 9, "logprobs": 1, "seed": 3}
+    options = {"max_new_tokens": 9, "logprobs": 1, "seed": 3}
     whole, other = one.job(**options), one.job(**options)
     whole.stream = False
     one.start(whole, other)
@@ -308,7 +308,7 @@ def test_jobs_wait_in_the_queue_for_memory_and_not_for_ever(served, plain_engine
     one = served(gated=True, queue_seconds=60)
     cache = one.engine.cache
     cache.max_bytes = cache.bytes_per_token(2) * 64
-    first = one.submit(new_tokens=40)
+    first = one.submit(max_new_tokens=40)
     wait_until(lambda: one.scheduler.running == 1)
     rest = [one.submit(client=str(n), seconds=600.0) for n in range(3)]
     one.run(1)
@@ -321,7 +321,7 @@ def test_jobs_wait_in_the_queue_for_memory_and_not_for_ever(served, plain_engine
         with pytest.raises(ApiError) as error:
             one.text(job)
         assert (error.value.status, error.value.headers["Retry-After"]) == (429, "2")
-    assert one.text(first) == plain_engine.generate("def ", loops=2, new_tokens=40).text
+    assert one.text(first) == plain_engine.generate("def ", loops=2, max_new_tokens=40).text
     assert one.text(one.submit())
 
 
