@@ -45,7 +45,7 @@ test-sanitized: $(STAMP)  ## a thousand random models on kernels compiled with s
 fuzz: $(STAMP)  ## files with random changes for every reader of outside data: 100,000 cases, about half an hour
 	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m fuzz.campaign --cases $(or $(CASES),100000) $(if $(CASES),,--out results/fuzz.json)
 
-test-faults: $(STAMP)  ## faults at every file-system event of every command: about two hours; SAMPLE=20 for fewer
+test-faults: $(STAMP)  ## faults at every file-system event of every command: some hours; SAMPLE=20 for fewer; continues after an interruption
 	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m faults.campaign --out results/faults.json $(if $(SAMPLE),--sample $(SAMPLE))
 
 soak: $(STAMP)  ## train, then serve, for an hour each, and compare memory, descriptors and disk; MINUTES=5 for less

@@ -34,8 +34,9 @@ def matrix(tree: dict[str, Any]) -> str:
     entries = [cell for of_command in cells.values() for cell in of_command.values()]
     tried, failed = (sum(entry[key] for entry in entries) for key in ("tried", "failures"))
     return (
-        f"{tried:,} tries, {failed} failures, on {tree['machine']}. How often each fault was tried "
-        "on each command (– where it cannot happen):\n\n"
+        f"{tried:,} tries so far, {failed} failures, on {tree['machine']}; of the events of most "
+        "cells a random sample. How often each fault was tried on each command (– where it cannot "
+        "happen):\n\n"
         f"{table(('fault', *COMMANDS), counts)}\n"
         f"{table(('fault', 'promised', 'how it is tried', 'seen'), rows)}"
     )
