@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 import parcae
+from machine_name import machine_name
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
 from parcae.runs import open_checkpoint
@@ -212,7 +213,7 @@ async def _status(reader: asyncio.StreamReader) -> int:
     return int(head.split()[1])
 
 
-async def _load(url: str, cases: list[Case], clients: int, seconds: float, mixed: bool) -> Record:
+async def load(url: str, cases: list[Case], clients: int, seconds: float, mixed: bool) -> Record:
     record, start = Record(), time.monotonic()
     workers = [Client(url, record, random.Random(n)) for n in range(clients)]
     await asyncio.gather(*(w.run(cases, start + seconds, mixed) for w in workers))
@@ -242,7 +243,7 @@ class Server:
 
     def load(self, clients: int, seconds: float, mixed: bool = False) -> Record:
         before = self._cpu_seconds()
-        record = asyncio.run(_load(self.url, self.cases, clients, seconds, mixed))
+        record = asyncio.run(load(self.url, self.cases, clients, seconds, mixed))
         record.cpu_seconds = self._cpu_seconds() - before
         return record
 
@@ -309,12 +310,6 @@ def print_table(server: Server, clients: list[int], seconds: float) -> Record:
     return total
 
 
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'unknown'}"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", help="a run, a model folder or a preset")
@@ -332,7 +327,9 @@ def main() -> int:
         requests = cases(path, arguments.requests, random.Random(0))
         server = Server(path, requests, arguments.options.split())
         try:
-            print(f"{cpu_name()}; load of the machine {os.getloadavg()[0]:.1f}")
+            cores = len(os.sched_getaffinity(0))
+            load_average = os.getloadavg()[0]
+            print(f"{cores} cores of {machine_name()}; load average {load_average:.1f}")
             server.load(max(arguments.clients), 10)  # chooses kernels, allocates
             if arguments.table:
                 record = print_table(server, arguments.clients, arguments.seconds)
