@@ -32,7 +32,7 @@ WRONG = [
     ({"norm_eps": float("inf")}, "model.norm_eps", "inf is out of range"),
     ({"rope_theta": -1.0}, "model.rope_theta", "above 0"),
     ({"loop": {"mean_loops": 0}}, "model.loop.mean_loops", "at least 1"),
-    ({"loop": {"mean_loops": 1e30}}, "model.loop.mean_loops", "at most 1,000,000"),
+    ({"loop": {"mean_loops": 1e30}}, "model.loop.mean_loops", "at most 1,024"),
     ({"loop": {"backprop_loops": 0}}, "model.loop.backprop_loops", "at least 1"),
     (
         {"loop": {"sampler": "poisson-fill", "backprop_loops": 9}},

@@ -64,10 +64,10 @@ def test_the_page_draws_runs_and_answers_like_predict(tmp_path, width, dark, res
         assert float(loops) == pytest.approx(expected.loops.value, abs=0.051)
         assert float(loss) == pytest.approx(expected.loss.value, abs=5.1e-5)
         for mu, *series in shown["loops"]:
-            tokens = flops / float(model.shape.smooth_flops_per_token(mu))
+            tokens = flops / float(model.cost.smooth_flops_per_token(mu))
             check(series, loss_at(model, mu, tokens).estimate)
         for test_loops, *series in shown["test"]:
-            tokens = flops / float(model.shape.flops_per_token(shown["mu"]))
+            tokens = flops / float(model.cost.flops_per_token(shown["mu"]))
             check(series, loss_at(model, shown["mu"], tokens, test_loops).estimate)
 
 

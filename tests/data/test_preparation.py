@@ -288,7 +288,7 @@ def test_a_bad_source_is_named_and_nothing_is_taken_for_finished(
 ) -> None:
     bad = source / "c.jsonl"
     bad.write_text('{"text": "good"}\n{"txt": "bad"}\n')
-    with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*--text-field\.$"):
+    with pytest.raises(FileError, match=r"^\S*c\.jsonl, line 2: no field 'text'.*`text_field`\.$"):
         write_shards(work_on(source, tokenizer), tmp_path / "out")
     with pytest.raises(FileError, match="preparation is not finished"):
         ShardedDocuments.open(tmp_path / "out")

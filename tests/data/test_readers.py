@@ -110,7 +110,7 @@ def test_another_field(tmp_path: Path) -> None:
     for name in RECORD_NAMES:
         path = write_records(tmp_path / name, ["body"], field="content")
         assert texts_of(path, text_field="content") == ["body"]
-        remedy = r"data\.text_field in a recipe, or --text-field"
+        remedy = "Choose one with `text_field`"
         with pytest.raises(FileError, match=rf"no field 'text'; it has id, content.*{remedy}"):
             texts_of(path)
 
@@ -150,7 +150,7 @@ def test_not_utf8_is_an_error_or_replaced(tmp_path: Path, name: str) -> None:
         (
             "a.jsonl",
             b'{"text": 5, "body": "x"}',
-            r"line 1: 'text' is int, not text.*--text-field: body",
+            r"line 1: 'text' is int, not text.*`text_field`: body",
         ),
         ("a.jsonl", b'{"text": ["x"]}', r"line 1: 'text' is list, not text. There is no text"),
         ("a.jsonl", b'{"id": ' + b"9" * 5000 + b"}", r"line 1: not valid JSON"),
@@ -185,7 +185,7 @@ def test_a_truncated_parquet_file(tmp_path: Path) -> None:
 
 def test_a_column_that_is_not_text(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), tmp_path / "a.parquet")
-    with pytest.raises(FileError, match=r"column 'text' is int64, not text.*-field: body"):
+    with pytest.raises(FileError, match=r"column 'text' is int64, not text.*`text_field`: body"):
         texts_of(tmp_path / "a.parquet")
 
 

@@ -154,7 +154,7 @@ def test_folders_that_hold_no_shards(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match="preparation is not finished"):
         ShardedDocuments.open(tmp_path)
     with pytest.raises(
-        FileError, match=r"no documents in split validation.*a larger --validation-"
+        FileError, match=r"no documents in split validation.*a larger `validation_fraction`"
     ):
         ShardedDocuments.open(folder, "validation")
     with pytest.raises(ConfigError, match="split: 'test' is not one of"):

@@ -79,12 +79,12 @@ def test_divergence_at_one_depth_keeps_the_others(
         return json.loads((out / "result.json").read_text())["suites"]
 
     sound = evaluate("2", tmp_path / "sound")
-    loop = TorchNetwork.loop
+    run_loops = TorchNetwork.run_loops
 
     def overflows(network, h, drive, work, cache, loops):
-        return loop(network, h, drive, work, cache, loops) * (torch.inf if 3 in loops else 1)
+        return run_loops(network, h, drive, work, cache, loops) * (torch.inf if 3 in loops else 1)
 
-    monkeypatch.setattr(TorchNetwork, "loop", overflows)
+    monkeypatch.setattr(TorchNetwork, "run_loops", overflows)
     capsys.readouterr()
     found = evaluate("2,3", tmp_path / "lost")
     assert "the model diverged: T=3." in capsys.readouterr().out

@@ -114,7 +114,7 @@ def test_progress_is_reported(small_model, small_tokenizer, task_folder):
     [
         ({"suites": "cores"}, "Did you mean core"),
         ({"suites": ()}, ", ".join(SUITES)),
-        ({"suites": "core"}, "--task-data"),
+        ({"suites": "core"}, "`task_data`"),
         ({"val_data": "a.txt", "tokenizer": None}, "tokenizer: a model in memory needs one"),
         ({"best": True}, "a model in memory has no checkpoints"),
         ({"limit": 0}, "limit: 0 is out of range. It must be at least 1"),

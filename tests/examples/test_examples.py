@@ -69,8 +69,8 @@ def test_train_from_python(training):
     ]
     assert len(losses) == 4
     assert all(0 < loss < 8 for loss in losses)
-    texts = [line for line in lines if re.match(r"T = \d: ['\"]", line)]
-    assert [line[4] for line in texts] == ["1", "2", "4", "8"]
+    texts = [line for line in lines if re.match(r"\d loops: ['\"]", line)]
+    assert [line[0] for line in texts] == ["1", "2", "4", "8"]
 
 
 @pytest.mark.slow

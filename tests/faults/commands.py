@@ -48,7 +48,16 @@ def _train_again(cell: Path) -> tuple[str, ...]:
 
 
 TRAIN = ("train", "in/recipe.toml", "--out", "out/run")
-SWEEP = ("sweep", "in/recipe.toml", "--out", "out/sweep", "--loops", "1,2", "--utilisation", "0.4")
+SWEEP = (
+    "sweep",
+    "in/recipe.toml",
+    "--out",
+    "out/sweep",
+    "--mean-loops",
+    "1,2",
+    "--utilisation",
+    "0.4",
+)
 SWEEP += ("--device-flops", "1e12", "--budget.steps", "3")
 REPRODUCE = ("reproduce", "prelude-norm", "--scale", "toy", "--seeds", "1", "--out", "out/store")
 REPRODUCE += ("--data.sources", '["in/text.jsonl"]', "--run.checkpoint_every", "2")

@@ -1,6 +1,6 @@
 """What transformers expects of every causal language model, as tests of this one.
 
-Generation is in test_generation.py, saved folders are in test_saving.py. Tests of its
+Generation is in test_hub_generation.py, saved folders are in test_saving.py. Tests of its
 `ModelTesterMixin` that cannot apply: tensor and expert parallel plans, weights kept in float32,
 conversion of weight names, RoPE scaling, sliding windows, experts, encoders and several
 modalities (the model has none of these); offloading to CPU and disk, several devices, DeepSpeed,

@@ -160,7 +160,7 @@ def test_company_does_not_change_an_exit(kind, candidates, threads, monkeypatch)
 
 def test_every_rule_is_one_call(monkeypatch):
     network = open_network(randomised(KINDS["parcae"]), "float32", "native")
-    for stage in ("begin", "loop", "read", "logits"):
+    for stage in ("run_prelude", "run_loops", "run_coda", "logits"):
         monkeypatch.setattr(network.torch, stage, None)
     assert len(exits(network, MIXED, range(len(MIXED))).logits) == len(MIXED)
 

@@ -62,7 +62,7 @@ def test_the_contents_of_the_file(path, result):
     tree = json.loads(path.read_text())
     assert tree["data"]["rows"] == len(result.data)
     fitted = tree["models"]["parcae-370m"]["fitted"]
-    assert set(fitted["shape"]["measured"]) == {"1", "2", "4", "6", "8", "10", "12"}
+    assert set(fitted["cost"]["measured"]) == {"1", "2", "4", "6", "8", "10", "12"}
     low, high = fitted["laws"]["training"]["intervals"]["x"]
     assert low < fitted["laws"]["training"]["values"]["x"] < high
 
@@ -192,7 +192,7 @@ def test_a_file_that_was_changed_is_refused(path, tmp_path):
     (tmp_path / "fit.json").write_text(json.dumps(tree))
     with pytest.raises(FileError, match="changed since it was written"):
         read_fit(tmp_path / "fit.json")
-    write_sealed(tmp_path / "other.json", {"format": 2, "models": {"m": {"fitted": {}}}})
+    write_sealed(tmp_path / "other.json", {"format": 3, "models": {"m": {"fitted": {}}}})
     with pytest.raises(FileError, match="not a fit"):
         read_fit(tmp_path / "other.json")
     with pytest.raises(FileError, match="no such file"):

@@ -211,8 +211,8 @@ def test_a_result_must_be_an_object(tmp_path):
 
 
 def test_a_changed_result_is_seen(tmp_path):
-    write_sealed(tmp_path / RESULT_FILE, {"status": "finished", "steps": 7, "tokens": 700})
-    assert read_result(tmp_path) == {"status": "finished", "steps": 7, "tokens": 700}
+    write_sealed(tmp_path / RESULT_FILE, fake_runs.result(7, tokens=700))
+    assert read_result(tmp_path).tokens == 700
     text = (tmp_path / RESULT_FILE).read_text()
     (tmp_path / RESULT_FILE).write_text(text.replace("700", "300"))
     with pytest.raises(FileError, match="changed since it was written"):

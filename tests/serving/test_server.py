@@ -217,6 +217,6 @@ def test_a_port_in_use_is_one_line(folder, capsys):
         port = str(taken.getsockname()[1])
         assert main(["serve", str(folder), "--port", port]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"parcae: port: {port} of 127.0.0.1 cannot be used")
+    assert error.startswith(f"parcae: port: {port} of 127.0.0.1 is not available")
     assert error.count("\n") == 1
     assert main(["serve", str(folder), "--port", "99999"]) == 2

@@ -167,7 +167,7 @@ def test_a_tokenizer_larger_than_the_model(write, fails, text, tmp_path):
     recipe = write(data={"tokenizer": str(file)}, model={"vocab_size": 270})
     error = fails(recipe, "--out", tmp_path / "run")
     assert "data.tokenizer: 290 entries do not fit model.vocab_size 270" in error
-    assert "--model.vocab_size 290" in error
+    assert "model.vocab_size = 290" in error
     assert "none.json: no such tokenizer" in fails(
         write(data={"tokenizer": str(tmp_path / "none.json")}), "--out", tmp_path / "run"
     )

@@ -78,7 +78,7 @@ def test_what_the_clock_decides_is_unknown(capsys):
         ([SMOKE, "--data.micro_bach", "3"], "Did you mean micro_batch"),
         ([SMOKE, "--devices", "3"], "cannot be split evenly over 3 devices"),
         ([SMOKE, "--devices", "0"], "at least 1"),
-        ([SMOKE, "--utilisation", "40"], "Use a share"),
+        ([SMOKE, "--utilisation", "40"], "above 0 and at most 1"),
         ([SMOKE, "--device-flops", "abacus"], "h100, a100"),
         ([SMOKE, "--device-flops", "-1"], "device_flops"),
     ],

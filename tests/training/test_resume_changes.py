@@ -170,7 +170,7 @@ def test_what_changes_the_learning_is_refused_with_both_values(how, killed, tmp_
         with pytest.raises(ConfigError) as caught:
             parcae.train(run, resume=True, **(changes if how == "flag" else {}))
         assert message.format(run) in str(caught.value)
-        assert f"--start-from {run}" in str(caught.value)
+        assert f"`start_from` {run}" in str(caught.value)
         (run / "recipe.toml").write_bytes(kept)
 
 

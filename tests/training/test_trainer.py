@@ -365,13 +365,13 @@ def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
 ):
     from parcae.infer import sampling
 
-    real = sampling.probabilities
+    real = sampling.draw_rows
     calls = iter(range(1000))
 
-    def probabilities(logits, settings):
-        return real(logits * float("nan") if next(calls) >= 3 else logits, settings)
+    def draw_rows(logits, samplings, noises):
+        return real(logits * float("nan") if next(calls) >= 3 else logits, samplings, noises)
 
-    monkeypatch.setattr(sampling, "probabilities", probabilities)
+    monkeypatch.setattr(sampling, "draw_rows", draw_rows)
     settings = {**QUIET, "sample_prompts": ["alpha"], "sample_tokens": 1}
     result = train(runs.recipe(text, budget={"steps": 1}, run=settings), tmp_path / "run")
     assert [sample["depth"] for sample in result.samples] == [1, 2, 3]

@@ -47,7 +47,7 @@ def serve(
         "Give one, or use 127.0.0.1.",
     )
     settings = settings or ServerSettings()
-    listener = _bind(host, port)  # first: opening the models may take long
+    listener = _listen(host, port)  # first: opening the models may take long
     try:
         app = create_app(
             *models,
@@ -78,26 +78,17 @@ def serve(
         close(app)
 
 
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket at this address; it accepts no connections before the server listens."""
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at this address; connections wait until the server accepts them."""
     require(0 <= port <= 65535, "port", f"{port} is out of range", "Use 0 to 65535.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ConfigError(
             f"port: {port} of {host} is not available ({error.strerror}). Choose another port, or "
             "0 for a free one."
         ) from None
-    return listener
 
 
 def is_loopback(host: str) -> bool:
