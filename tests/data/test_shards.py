@@ -162,7 +162,7 @@ def test_folders_that_hold_no_shards(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"tokenizer\.json: not a folder\. Name one"):
         ShardedDocuments.open(folder / "tokenizer.json")
     with pytest.raises(
-        FileError, match=r"no documents in split train.*a smaller --validation-fraction"
+        FileError, match=r"no documents in split train.*a smaller `validation_fraction`"
     ):
         ShardedDocuments.open(write_folder(tmp_path / "empty", [], "<u2"))
     write_sealed(folder / "manifest.json", {"format": "another"})

@@ -168,8 +168,8 @@ class Run:
 
     @property
     def train_loss(self) -> float:
-        """Mean loss of the last steps, from result.json, or the loss of the last training line."""
-        return self.amount("loss") if self.result is None else number(self.result.train_loss)
+        """Mean loss of the last steps, from result.json or the last training line."""
+        return self.amount("train_loss")
 
     def median(self, key: str) -> float:
         """The median of a number over the training lines."""
