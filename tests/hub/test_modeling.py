@@ -187,7 +187,7 @@ def test_vllm_is_refused_where_heads_differ():
 
 def test_pipeline_parallelism_is_refused(theirs):
     """vLLM asks for this where it is wanted, and passes on the message."""
-    with pytest.raises(NotImplementedError, match="passes the core several times"):
+    with pytest.raises(ValueError, match="passes the core several times"):
         theirs.model.supports_pp_plan
 
 

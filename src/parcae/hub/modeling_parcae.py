@@ -256,7 +256,7 @@ class ParcaePreTrainedModel(PreTrainedModel):
     @property
     def supports_pp_plan(self) -> bool:
         """Engines ask where layers are to be split over processes."""
-        raise NotImplementedError(
+        raise ValueError(
             "Pipeline parallelism: a token passes the core several times, so layers cannot be "
             "split over processes in order. Start several servers instead."
         )
