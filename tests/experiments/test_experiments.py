@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from parcae.experiments import experiment as measurements
 from parcae.experiments import tokenizer
 from parcae.experiments.experiment import Results, Run
 from parcae.experiments.reproduce import CATALOGUE
@@ -194,6 +195,30 @@ def test_accuracy_grows_from_one_loop_to_eight():
     assert "pointers" in claims[0].evidence
     harder = CATALOGUE["reasoning-harder"].claims(results_of("reasoning-harder"))
     assert harder[2].verdict == "shown"
+
+
+def test_the_share_of_the_gap_in_core_is_reported_where_core_was_measured():
+    scores = {"transformer": {"w64": 10.0, "w96": 20.0, "w128": 30.0}}
+    scores["parcae"] = {"w64": 15.0, "w96": 25.0}
+    results = results_of("transformer-comparison")
+    for row in results.where(data=1):
+        row["core"] = scores[row["model"]][row["size"]] + row["seed"]
+    assert "in CORE 0.50" in CATALOGUE["transformer-comparison"].claims(results)[1].evidence
+    columns, rows = CATALOGUE["transformer-comparison"].table(results)
+    assert rows[0][columns.index("CORE")] == "10.0, 11.0"
+
+
+def test_a_task_that_the_training_text_gives_away_is_left_out(monkeypatch):
+    tasks = {name: {"by_loops": {"8": {"accuracy": a}}} for name, a in (("sciq", 90), ("piqa", 50))}
+    monkeypatch.setattr(measurements, "_can_evaluate", lambda *_: True)
+    monkeypatch.setattr(
+        measurements, "_evaluate", lambda *_, **__: ({"zero-shot": {"tasks": tasks}}, "8")
+    )
+    store: Any = None
+    for data, accuracy in (({}, 50.0), ({"sources": ["other.txt"]}, 70.0)):
+        run = Run(MICRO.recipe(MICRO.rdm(data=data), 0), {})
+        assert measurements.zero_shot_record(run, store, 8) == {"zero_shot": accuracy}
+        assert measurements.core_record(run, store, 8) == {"core": None, "core-extended": None}
 
 
 def test_the_scale_of_the_paper_plans_its_models():

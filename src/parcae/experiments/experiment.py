@@ -54,6 +54,12 @@ NOT_LEARNED = {
 """Settings that change neither what is learned nor what is measured: not part of the key."""
 ARTICLES = 6
 """Of WikiText-2's test set: 10 % of its words."""
+FEW_SHOT_CONTEXT = 512
+"""Tokens of context below which few-shot prompts do not fit, so that CORE is not measured."""
+FEW_ITEMS = 100
+"""Items of each zero-shot task for models with less context; they guess, and few items show it."""
+OVERLAPPING = {"sciq": "text:expository"}
+"""Tasks whose questions were written from a training text (19 % of SciQ's from the textbooks)."""
 CURVE_POINTS = 60
 """Points that are kept of a curve over training."""
 
@@ -215,15 +221,52 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(f"{np.mean(np.array(values, dtype=float)):.4g}")
 
 
+def _can_evaluate(run: Run, store: Store) -> bool:
+    """Whether there are task files, beside the texts, and a checkpoint."""
+    return store.texts is not None and bool(list_steps(store.folder(run)))
+
+
+def _evaluate(
+    run: Run, store: Store, suites: Sequence[str], loops: int, limit: int | None = None
+) -> tuple[Mapping[str, Any], str]:
+    """Results of suites by name, and the key of the one depth that was evaluated."""
+    assert store.texts is not None
+    depth = loops if run.recipe.model.architecture == "looped" else 1
+    data = store.texts.parent
+    result = evaluate(store.folder(run), suites, loops=depth, task_data=data, limit=limit)
+    return result.suites, str(depth)
+
+
 def wikitext_record(run: Run, store: Store, loops: int) -> Row:
     """Perplexity per word on the first articles of WikiText-2, where that is among the texts."""
-    folder = store.folder(run)
-    if store.texts is None or not list_steps(folder):
+    if not _can_evaluate(run, store):
         return {"wikitext": None}
-    depth = loops if run.recipe.model.architecture == "looped" else 1
-    result = evaluate(folder, "wikitext", loops=depth, task_data=store.texts.parent, limit=ARTICLES)
-    at = result.suites["wikitext"]["by_loops"][str(depth)]
+    suites, depth = _evaluate(run, store, ("wikitext",), loops, limit=ARTICLES)
+    at = suites["wikitext"]["by_loops"][depth]
     return {"wikitext": at and at["word_perplexity"]}
+
+
+def core_record(run: Run, store: Store, loops: int) -> Row:
+    """CORE and CORE-Extended in %; None where task files are missing or prompts do not fit."""
+    names = ("core", "core-extended")
+    if run.recipe.model.context_length < FEW_SHOT_CONTEXT or not _can_evaluate(run, store):
+        return dict.fromkeys(names)
+    suites, depth = _evaluate(run, store, names, loops)
+    return {name: (at := suites[name]["by_loops"][depth]) and at["score"] for name in names}
+
+
+def zero_shot_record(run: Run, store: Store, loops: int) -> Row:
+    """Mean accuracy in % over the zero-shot tasks, without one that a training text gives away."""
+    if not _can_evaluate(run, store):
+        return {"zero_shot": None}
+    few = FEW_ITEMS if run.recipe.model.context_length < FEW_SHOT_CONTEXT else None
+    suites, depth = _evaluate(run, store, ("zero-shot",), loops, limit=few)
+    accuracies = [
+        at["accuracy"]
+        for name, task in suites["zero-shot"]["tasks"].items()
+        if task and OVERLAPPING.get(name) != run.source and (at := task["by_loops"][depth])
+    ]
+    return {"zero_shot": float(np.mean(accuracies)) if accuracies else None}
 
 
 def format_losses(values: Mapping[int, float]) -> str:
@@ -231,6 +274,7 @@ def format_losses(values: Mapping[int, float]) -> str:
     return describe(values.values()).partition(" (")[0]
 
 
-def format_wikitext(rows: Sequence[Row]) -> str:
-    """Perplexities per word of runs that have one: mean and interval, for a table."""
-    return describe([row["wikitext"] for row in rows if row.get("wikitext")], 1).partition(" (")[0]
+def format_scores(rows: Sequence[Row], name: str) -> str:
+    """What runs have measured under a name, where they have: mean and interval, for a table."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return describe(values, 1).partition(" (")[0]

@@ -14,8 +14,9 @@ from parcae.experiments.experiment import (
     Run,
     Table,
     format_losses,
-    format_wikitext,
+    format_scores,
     wikitext_record,
+    zero_shot_record,
 )
 from parcae.experiments.figures import draw_loss_by_loops, draw_over_training
 from parcae.experiments.scales import TEST_LOOPS, Scale
@@ -49,7 +50,11 @@ class RdmComparison(Experiment):
                 yield Run(recipe, {"model": model, "size": size, "seed": seed})
 
     def measure(self, run: Run, store: Store) -> Row:
-        return {**super().measure(run, store), **wikitext_record(run, store, LOOPS)}
+        return {
+            **super().measure(run, store),
+            **wikitext_record(run, store, LOOPS),
+            **zero_shot_record(run, store, LOOPS),
+        }
 
     def claims(self, results: Results) -> list[Claim]:
         claims = []
@@ -71,10 +76,10 @@ class RdmComparison(Experiment):
             found = results.where(size=size, model=model)
             if found:
                 at = [format_losses(results.loss(t, size=size, model=model)) for t in (1, 4, 8, 16)]
-                cells = (f"{found[0]['parameters']:,}", *at, format_wikitext(found))
-                rows.append((size, model, *cells))
-        columns = ("size", "model", "parameters", "T = 1", "T = 4", "T = 8", "T = 16", "WikiText")
-        return columns, rows
+                scores = [format_scores(found, name) for name in ("wikitext", "zero_shot")]
+                rows.append((size, model, f"{found[0]['parameters']:,}", *at, *scores))
+        at = ("T = 1", "T = 4", "T = 8", "T = 16")
+        return ("size", "model", "parameters", *at, "WikiText", "zero-shot, %"), rows
 
     def draw(self, results: Results, path: Path) -> Path:
         curves = {model: {"model": model} for model in MODELS if results.where(model=model)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from parcae import plotting
@@ -14,8 +14,9 @@ from parcae.experiments.experiment import (
     Row,
     Run,
     Table,
+    core_record,
     format_losses,
-    format_wikitext,
+    format_scores,
     wikitext_record,
 )
 from parcae.experiments.figures import draw_points
@@ -26,6 +27,8 @@ from parcae.experiments.verdicts import Claim, describe, differences, positive, 
 LOOPS = 8
 FAMILIES = ("transformer", "parcae")
 NAMES = {"transformer": "Transformer", "parcae": "Parcae"}
+SCORES = {"wikitext": "WikiText", "core": "CORE", "core-extended": "CORE-Extended"}
+"""Columns of the table, by their names in a row."""
 LONGER = {"micro": 4, "toy": 2}
 """How many times the data the smallest size is trained on once more: looping needs enough."""
 
@@ -61,7 +64,11 @@ class TransformerComparison(Experiment):
                 yield Run(scale.recipe(tree, seed), labels)
 
     def measure(self, run: Run, store: Store) -> Row:
-        return {**super().measure(run, store), **wikitext_record(run, store, LOOPS)}
+        return {
+            **super().measure(run, store),
+            **wikitext_record(run, store, LOOPS),
+            **core_record(run, store, LOOPS),
+        }
 
     def claims(self, results: Results) -> list[Claim]:
         gains = {
@@ -69,14 +76,10 @@ class TransformerComparison(Experiment):
             for data in results.values("data")
             for size in results.values("size", model="parcae", data=data)
         }
-        shares = []
         sizes = results.values("size", model="transformer", data=1)
-        for size, larger in itertools.pairwise(sizes):
-            pair = [_losses(results, "transformer", each, 1) for each in (size, larger)]
-            shares += [
-                part / whole if whole > 0 else math.nan
-                for part, whole in zip(gains.get((size, 1), ()), differences(*pair), strict=False)
-            ]
+        shares = gap_shares(sizes, lambda model, size: _losses(results, model, size, 1))
+        core = gap_shares(sizes, lambda model, size: _core_errors(results, model, size))
+        in_core = f", in CORE {describe(core, 2)}" if core else ""
         longest = max(results.values("data"), default=1)
         claims = [
             Claim(
@@ -87,7 +90,7 @@ class TransformerComparison(Experiment):
             Claim(
                 "Parcae covers a part of the gap to the next larger Transformer",
                 positive(shares),
-                f"share of the gap in loss: {describe(shares, 2)}",
+                f"share of the gap in loss: {describe(shares, 2)}{in_core}",
             ),
         ]
         if longest > 1 or not results.rows:
@@ -116,9 +119,10 @@ class TransformerComparison(Experiment):
             at = [format_losses(loss) for loss in losses]
             cells = at if model == "parcae" else [at[0], "", "", ""]
             counts = (f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}")
-            rows.append((size, NAMES[model], *counts, *cells, format_wikitext(found)))
+            scores = [format_scores(found, name) for name in SCORES]
+            rows.append((size, NAMES[model], *counts, *cells, *scores))
         at = ("T = 1", "T = 4", "T = 8", "T = 16")
-        return ("size", "model", "parameters", "tokens", *at, "WikiText"), rows
+        return ("size", "model", "parameters", "tokens", *at, *SCORES.values()), rows
 
     def draw(self, results: Results, path: Path) -> Path:
         groups, colours = {}, []
@@ -130,6 +134,29 @@ class TransformerComparison(Experiment):
             draw_points(panel, groups, "held-out loss, nats per token", colours)
             panel.set_title(f"The same parameters and data; Parcae at T = {LOOPS}")
             return plotting.save(canvas, path)
+
+
+def gap_shares(
+    sizes: Sequence[str], errors: Callable[[str, str], Mapping[int, float]]
+) -> list[float]:
+    """How much of the way from a Transformer to the next larger one Parcae covers, of each seed.
+
+    `errors(model, size)`: what is to be small, by seed.
+    """
+    shares = []
+    for size, larger in itertools.pairwise(sizes):
+        small, looped = (errors(model, size) for model in FAMILIES)
+        large = errors("transformer", larger)
+        for seed in sorted({*small} & {*looped} & {*large}):
+            gap = small[seed] - large[seed]
+            shares.append((small[seed] - looped[seed]) / gap if gap > 0 else math.nan)
+    return shares
+
+
+def _core_errors(results: Results, model: str, size: str) -> dict[int, float]:
+    """100 - CORE by seed, of runs in which it was measured."""
+    rows = results.where(model=model, size=size, data=1)
+    return {row["seed"]: 100 - row["core"] for row in rows if row.get("core") is not None}
 
 
 def _losses(results: Results, model: str, size: str, data: int) -> dict[int, float]:
