@@ -20,6 +20,7 @@ from parcae.files import lock_folder, write_json
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
 from parcae.runs import FINAL_STATUSES, last_step, list_checkpoints, read_result, read_status
+from parcae.sweeps import launch
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import LocalWorkers, environments
 from training import runs
@@ -228,6 +229,21 @@ def test_asked_to_stop_its_runs_save(whole, tmp_path):
     assert events.lines == [("started", request.name, 1), ("ended", request.name, None)]
     assert read_status(request.run) == "interrupted"
     assert list((request.run / "checkpoints").iterdir())
+
+
+def test_the_next_run_starts_before_the_last_one_is_evaluated(whole, tmp_path, monkeypatch):
+    """Observers evaluate a run that has ended; the others need not wait."""
+    first = replace(SweepFolder(whole).request(NAMES[0]), run=tmp_path / "run")
+    second = replace(first, name="second")
+    monkeypatch.setattr(launch, "start_process", lambda *_: subprocess.Popen(["true"]))
+    events = Events(tmp_path / "run")
+    LocalWorkers(1, environments(1)).run([first, second], events, events)
+    assert [line[:2] for line in events.lines] == [
+        ("started", first.name),
+        ("started", "second"),
+        ("ended", first.name),
+        ("ended", "second"),
+    ]
 
 
 def test_failing_runs_are_isolated_and_can_be_retried(recipe, tmp_path, capsys):

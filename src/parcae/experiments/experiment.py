@@ -252,7 +252,8 @@ def core_record(run: Run, store: Store, loops: int) -> Row:
     if run.recipe.model.context_length < FEW_SHOT_CONTEXT or not _can_evaluate(run, store):
         return dict.fromkeys(names)
     suites, depth = _evaluate(run, store, names, loops)
-    return {name: (at := suites[name]["by_loops"][depth]) and at["score"] for name in names}
+    scores = {name: suites[name]["by_loops"][depth] for name in names}
+    return {name: at and 100 * at["score"] for name, at in scores.items()}
 
 
 def zero_shot_record(run: Run, store: Store, loops: int) -> Row:
@@ -266,7 +267,7 @@ def zero_shot_record(run: Run, store: Store, loops: int) -> Row:
         for name, task in suites["zero-shot"]["tasks"].items()
         if task and OVERLAPPING.get(name) != run.source and (at := task["by_loops"][depth])
     ]
-    return {"zero_shot": float(np.mean(accuracies)) if accuracies else None}
+    return {"zero_shot": 100 * float(np.mean(accuracies)) if accuracies else None}
 
 
 def format_losses(values: Mapping[int, float]) -> str:

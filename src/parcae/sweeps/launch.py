@@ -68,16 +68,18 @@ class LocalWorkers:
             while self.active or (waiting and not stop.asked):
                 if stop.asked:
                     self._ask_to_stop()
+                ended = [a for a in self.active if a.process.poll() is not None]
+                self.active = [a for a in self.active if a not in ended]
+                restart = [a for a in ended if self._should_restart(a, stop.asked)]
+                waiting = [(a.request, a.attempt + 1) for a in restart] + waiting
                 while waiting and len(self.active) < self.workers and not stop.asked:
                     request, attempt = waiting.pop(0)
                     self.active.append(self._start(request, attempt))
                     observer.started(request, attempt)
-                for ended in [a for a in self.active if a.process.poll() is not None]:
-                    self.active.remove(ended)
-                    if self._should_restart(ended, stop.asked):
-                        waiting.insert(0, (ended.request, ended.attempt + 1))
-                    else:
-                        observer.ended(ended.request, self._failure(ended, stop.asked))
+                # After the start of others, which train while the observer evaluates these.
+                for process in ended:
+                    if process not in restart:
+                        observer.ended(process.request, self._failure(process, stop.asked))
                 observer.waiting()
                 time.sleep(POLL_SECONDS)
         finally:
