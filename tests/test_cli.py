@@ -155,7 +155,15 @@ def test_demo(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "report" / "report.html").stat().st_size > 100_000
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
-    for part in ("1 loop ", "8 loops", "Look at", "Try next", "validation loss"):
+    assert json.loads((tmp_path / "pointers" / "result.json").read_text())["steps"] == 6
+    for part in (
+        "Following pointers",
+        "3 hops",
+        "1 loop ",
+        "8 loops",
+        "Look at",
+        "validation loss",
+    ):
         assert part in printed
     assert main(["demo", "--out", str(tmp_path)]) == 0
     assert "is a finished run" in capsys.readouterr().out

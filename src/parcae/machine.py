@@ -131,7 +131,7 @@ class SpinLimiter:
     inside another.
     """
 
-    SECONDS = 0.2
+    SECONDS = 0.1
     """Between two looks at the time that threads have waited."""
     BUSY, QUIET = 0.1, 0.05
     """Limit above this waiting time per second, summed over threads; stop limiting below."""

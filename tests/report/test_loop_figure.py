@@ -20,5 +20,6 @@ def test_the_title_follows_the_curve(last, trend, tmp_path, monkeypatch):
     monkeypatch.setattr(loop_figure.plotting, "save", record)
     depths = len(loop_figure.DEPTHS)
     profile = loop_figure.Profile([3.0, *[last] * (depths - 1)], [1.0] * depths, [1.0] * depths)
-    loop_figure.draw_figure(profile, 8, tmp_path / "loop_figure.png")
-    assert f"Validation loss {trend}" in titles
+    accuracy = {1: {1: 1.0, 2: 0.5}, 2: {1: 1.0, 2: 0.9}}
+    loop_figure.draw_figure(profile, 8, accuracy, tmp_path / "loop_figure.png")
+    assert f"Loss on text {trend}" in titles

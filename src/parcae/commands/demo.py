@@ -1,10 +1,11 @@
-"""`parcae demo`: from nothing to a trained looped model, its report and its text, in minutes."""
+"""`parcae demo`: train two small looped models and show what loops do to their answers and text."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from parcae.report.loop_figure import Profile
@@ -12,13 +13,16 @@ if TYPE_CHECKING:
     from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
+TASK, TASK_STEPS, TASK_ROWS = "pointers-small", 800, 32
+Accuracy = Mapping[int, Mapping[int, float]]
+"""The share of right answers by number of loops, then by number of hops."""
 TRAIN_AGAIN = "`make demo AGAIN=1`, or `parcae demo --overwrite`, trains it again."
 
 
 def register(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="train a small looped model on Python's own library and show what loops do",
+        help="train small looped models and show what loops do",
         epilog="Settings of recipes/demo.toml may be changed with --table.key VALUE.",
     )
     parser.add_argument(
@@ -26,47 +30,78 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         type=Path,
         default=Path("out/demo"),
         metavar="FOLDER",
-        help="folder of the run, its report and figure (default: out/demo)",
+        help="folder of the runs, the report and the figure (default: out/demo)",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="delete an existing run and train again (default: continue it, or show it)",
+        help="delete existing runs and train again (default: continue them, or show them)",
     )
     parser.set_defaults(run=run, takes_settings=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
+    from parcae.experiments.tasks import train_task
     from parcae.recipe import parse_flags
+    from parcae.training.run import train
     from parcae.training.settings import resolve_recipe
 
-    recipe = resolve_recipe("demo", parse_flags(arguments.settings))
-    folder = arguments.out / "run"
+    overrides = parse_flags(arguments.settings)
+    recipe, task_recipe = resolve_recipe("demo", overrides), _task_recipe(overrides)
+    folder, task_folder = arguments.out / "run", arguments.out / "pointers"
     console.out.print(
-        "A looped model applies the same layers to its activations several times.\n"
-        "This trains a small one on the source of Python's standard library, then lets it predict\n"
-        "and write with 1, 2, 4 and 8 loops: the same weights, more computation.\n"
+        "A looped model applies the same layers to its activations several times: the same\n"
+        "weights, more computation. This trains two small ones.\n"
     )
-    result = _train(recipe, folder, arguments.overwrite)
+    console.out.print(
+        "1. Following pointers. Given 2 -> 5, 5 -> 1, ... in random order, where do three hops\n"
+        "   from 2 lead? Each hop depends on the one before. About a minute.\n",
+        highlight=False,
+    )
+    result = _train(task_recipe, task_folder, arguments.overwrite, train_task)
+    if result.status == "finished":
+        console.out.print(
+            "\n2. Writing Python, after the source of Python's standard library. Three to four\n"
+            "   minutes.\n"
+        )
+        result = _train(recipe, folder, arguments.overwrite, train)
     if result.status != "finished":
         return 0 if result.status == "interrupted" else 1
     from parcae.report.page import write_report
 
-    profile, figure = _measure(recipe, folder, arguments.out / "looping.png")
+    accuracy = _answer(task_folder)
+    profile, figure = _measure(recipe, folder, accuracy, arguments.out / "looping.png")
     report = write_report(folder, arguments.out / "report")
-    _explain(result, profile, figure, report, folder)
+    _explain(result, profile, accuracy, figure, report, folder)
     return 0
 
 
-def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
+def _task_recipe(overrides: Mapping[str, Any]) -> Recipe:
+    """Pointer chasing on the defaults of the experiments; fewer steps if the demo has fewer."""
+    from parcae.experiments.scales import Scale
+
+    scale = Scale()
+    steps = min(TASK_STEPS, overrides.get("budget", {}).get("steps", TASK_STEPS))
+    tree = scale.task(
+        TASK,
+        model={"loop": {"mean_loops": 6}},
+        data={"global_batch": TASK_ROWS, "micro_batch": TASK_ROWS},
+        budget={"steps": steps},
+    )
+    return scale.recipe(tree, seed=0)
+
+
+def _train(
+    recipe: Recipe, folder: Path, again: bool, train: Callable[..., TrainResult]
+) -> TrainResult:
     """A new run, a continued one, or the result of one that has finished."""
     import shutil
 
     from parcae import console
     from parcae.runs import read_result
     from parcae.runs.layout import RECIPE_FILE
-    from parcae.training.run import train
+    from parcae.training.run import read_recipe
 
     if again and (folder / RECIPE_FILE).exists():
         shutil.rmtree(folder)
@@ -76,10 +111,18 @@ def _train(recipe: Recipe, folder: Path, again: bool) -> TrainResult:
     if result is not None and result.status == "finished":
         console.print_text(f"{folder} is a finished run; it is shown again. {TRAIN_AGAIN}\n")
         return result
-    return train(folder, resume=True)
+    return train(read_recipe(folder), folder, resume=True)
 
 
-def _measure(recipe: Recipe, folder: Path, path: Path) -> tuple[Profile, Path]:
+def _answer(folder: Path) -> Accuracy:
+    from parcae.experiments.tasks import TASKS, accuracies
+    from parcae.report.loop_figure import DEPTHS
+    from parcae.runs import load
+
+    return accuracies(load(folder), TASKS[TASK], DEPTHS)
+
+
+def _measure(recipe: Recipe, folder: Path, accuracy: Accuracy, path: Path) -> tuple[Profile, Path]:
     from parcae.model.looped import LoopedModel
     from parcae.report.loop_figure import draw_figure, measure
     from parcae.runs import load
@@ -87,16 +130,25 @@ def _measure(recipe: Recipe, folder: Path, path: Path) -> tuple[Profile, Path]:
 
     batches = list(open_corpora(recipe, folder).validation(recipe, 16))
     profile = measure(cast(LoopedModel, load(folder)), batches)
-    return profile, draw_figure(profile, recipe.model.loop.mean_loops, path)
+    return profile, draw_figure(profile, recipe.model.loop.mean_loops, accuracy, path)
 
 
 def _explain(
-    result: TrainResult, profile: Profile, figure: Path, report: Path, folder: Path
+    result: TrainResult,
+    profile: Profile,
+    accuracy: Accuracy,
+    figure: Path,
+    report: Path,
+    folder: Path,
 ) -> None:
     from rich.text import Text
 
     from parcae import console
 
+    hops = list(accuracy[1])
+    columns = ("loops T", *(console.format_items(count, "hop") for count in hops))
+    rows = [(t, *(f"{accuracy[t][count]:.0%}" for count in hops)) for t in (*SHOWN_DEPTHS, 16)]
+    console.out.print(console.table("Following pointers: right answers", columns, rows))
     rows = [
         (
             t,
@@ -107,7 +159,9 @@ def _explain(
         for t in (*SHOWN_DEPTHS, 16)
     ]
     columns = ("loops T", "validation loss", "‖h_T − h_{T−1}‖", "‖h_T‖")
-    console.out.print(console.table("The same weights at several depths", columns, rows))
+    console.out.print(
+        console.table("Writing Python: the same weights at several depths", columns, rows)
+    )
     if not profile.improves:
         steps = console.format_items(result.steps, "step")
         console.out.print(

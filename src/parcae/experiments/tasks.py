@@ -201,6 +201,7 @@ class ModularArithmetic(Task):
 
 
 TASKS: dict[str, Task] = {
+    "pointers-small": PointerChasing(nodes=5, hops=3, tested_hops=3, queries=16),
     "pointers": PointerChasing(),
     "pointers-large": PointerChasing(nodes=8, hops=8, tested_hops=8),
     "pointers-unseen": PointerChasing(hops=4, tested_hops=8, queries=4, unary=True),

@@ -1,8 +1,8 @@
-"""A figure of a trained model at 1 to 16 loops: loss, convergence of the state, stability."""
+"""The figure of the demo: what 1 to 16 loops do to accuracy on a task, loss and the state."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -68,21 +68,29 @@ def linear_growth(injection: str, loops: int = 64) -> list[float]:
     return norms
 
 
-def draw_figure(profile: Profile, mean_loops: float, path: Path) -> Path:
-    """Draw loss, norms and the growth of the linear part against loops."""
+def draw_figure(
+    profile: Profile, mean_loops: float, accuracy: Mapping[int, Mapping[int, float]], path: Path
+) -> Path:
+    """Draw accuracy on pointer chasing, loss on text and the growth of the linear part.
+
+    `accuracy`: by number of loops, then by number of hops.
+    """
     growth = {name: linear_growth(name) for name in ("diagonal", "addition", "concatenation")}
     with plotting.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
-        left.plot(DEPTHS, profile.loss, marker="o")
-        left.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":", linewidth=1.2)
-        label = f"mean in training: {mean_loops:g}"
-        left.text(mean_loops + 0.2, max(profile.loss), label, va="top", fontsize=8.5)
-        trend = "falls, then saturates" if profile.improves else "does not fall: train longer"
-        left.set(title=f"Validation loss {trend}", xlabel="loops T", ylabel="nats per token")
+        hops = list(next(iter(accuracy.values())))
+        for colour, level in zip(plotting.shades(len(hops)), hops, strict=True):
+            shares = [100 * by_hops[level] for by_hops in accuracy.values()]
+            left.plot(accuracy.keys(), shares, marker="o", color=colour, label=f"{level}")
+        left.set(title="Following pointers", xlabel="loops T", ylabel="right answers, %")
+        left.set_ylim(0, 104)
+        left.legend(title="hops", loc="lower right")
 
-        middle.plot(DEPTHS, profile.residual, marker="o", label=r"$\|h_T - h_{T-1}\|$")
-        middle.plot(DEPTHS, profile.state_norm, marker="o", label=r"$\|h_T\|$")
-        middle.set(title="The state converges", xlabel="loops T", yscale="log")
-        middle.legend()
+        middle.plot(DEPTHS, profile.loss, marker="o")
+        middle.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":", linewidth=1.2)
+        label = f"mean in training: {mean_loops:g}"
+        middle.text(mean_loops + 0.2, max(profile.loss), label, va="top", fontsize=8.5)
+        trend = "falls, then saturates" if profile.improves else "does not fall: train longer"
+        middle.set(title=f"Loss on text {trend}", xlabel="loops T", ylabel="nats per token")
 
         labels = {
             "diagonal": "diagonal (Parcae): stable",
