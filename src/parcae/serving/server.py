@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
+import math
 import signal
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,10 +18,11 @@ from fastapi import FastAPI
 
 from parcae.config import ConfigError, require
 from parcae.runs import Checkpoint
-from parcae.serving.app import close, create_app, drain
+from parcae.serving.app import close, create_app, drain, end
 from parcae.serving.settings import ServerSettings
 
-MAX_CONNECTIONS = 2048
+SEND_SECONDS = 5
+"""For clients to read the last answers of a server that stops."""
 
 
 def serve(
@@ -68,8 +71,7 @@ def serve(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SEND_SECONDS,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
@@ -113,9 +115,18 @@ class Server(uvicorn.Server):
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at the second."""
+        """Shut down at the first signal, end at the second."""
         if self.should_exit:
             self.force_exit = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.should_exit = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Finish what has begun; what takes too long ends with an error that its client sees."""
         drain(self._app)
+        seconds = self._app.state.settings.drain_seconds
+        timer = asyncio.get_running_loop().call_later(seconds, end, self._app)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

@@ -56,7 +56,7 @@ async function* streamEvents(response, signal) {
       if (data === "[DONE]") return;
       if (!data) continue;
       const value = JSON.parse(data);
-      if (value.error) throw new Error(sentence(value.error));
+      if (value.error) throw value.error.code === "stopping" ? new Unreachable() : new Error(sentence(value.error));
       yield value;
     }
   }
