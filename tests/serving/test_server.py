@@ -26,12 +26,15 @@ from parcae.cli import main, parser
 from parcae.config import ConfigError
 from parcae.model.store import save
 from parcae.serving import models
+from parcae.serving import server as server_module
 from parcae.serving.app import create_app
-from parcae.serving.server import Server
+from parcae.serving.server import Connection, Server
 from parcae.serving.settings import ServerSettings
 from serving_fixtures import make_app
 
 ROOT = Path(__file__).parents[2]
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+"""All of a request but its last line."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +136,7 @@ class Stopping:
         self.scheduler, step = model.scheduler, model.engine.step
         model.engine.step = lambda: (time.sleep(0.05), step())[1]
         urls: queue.Queue[str] = queue.Queue()
-        config = uvicorn.Config(self.app, port=0, log_config=None)
+        config = uvicorn.Config(self.app, port=0, http=Connection, log_config=None)
         self.server = Server(config, self.app, urls.put)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
@@ -141,6 +144,10 @@ class Stopping:
 
     def stop(self) -> None:
         self.server.handle_exit(signal.SIGTERM, None)
+
+    def connect(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        return socket.create_connection((url.host, url.port), 60)
 
     def write(self) -> Iterator[str]:
         """The events of a text, after the first."""
@@ -160,6 +167,36 @@ def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, ca
     stopping.thread.join(60)
     assert stopping.scheduler.state == "closed"
     assert not caplog.records, "nothing is cancelled, and no trace is logged"
+
+
+def test_the_number_of_connections_is_limited(monkeypatch):
+    monkeypatch.setattr(Connection, "limit", 2)
+    stopping = Stopping(monkeypatch)
+    with stopping.connect(), stopping.connect() as second:
+        second.sendall(HEAD + b"\r\n")
+        assert b" 200 " in second.recv(4096), "both have been accepted"
+        refused = httpx.get(f"{stopping.url}/health", timeout=60)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert refused.json()["error"]["code"] == "busy"
+    stopping.stop()
+    stopping.thread.join(60)
+
+
+def test_connections_without_a_request_are_closed(monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.5)
+    stopping = Stopping(monkeypatch)
+    # One that takes longer than its head may is answered.
+    body = {"prompt": "a", "max_tokens": 30, "temperature": 0}
+    start = time.monotonic()
+    assert httpx.post(f"{stopping.url}/v1/completions", json=body, timeout=60).is_success
+    assert time.monotonic() - start > 0.5
+    for sent in (b"", HEAD, HEAD + b"\r\n" + HEAD):
+        with stopping.connect() as connection:
+            connection.sendall(sent)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert answer.count(b" 200 ") == (len(sent) > len(HEAD))
+    stopping.stop()
+    stopping.thread.join(60)
 
 
 def test_the_second_signal_ends_at_once(monkeypatch):

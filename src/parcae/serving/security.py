@@ -36,7 +36,7 @@ PAGE_FILES = frozenset(path.name for path in PAGE.iterdir())
 PUBLIC_PATHS = frozenset({"/", "/health", *(f"/{name}" for name in PAGE_FILES)})
 BODY_SECONDS = 30.0
 MAX_REQUESTS = 512
-"""Answered at the same time; most systems allow a process 1,024 connections."""
+"""Answered at the same time."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
