@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,9 @@ class Client:
         text, tokens, first, last = "", 0, 0.0, 0.0
         while True:
             line = await reader.readline()
+            if not line:
+                self.record.answers["cut off"] += 1
+                return text, tokens
             if not line.startswith(b"data: "):
                 continue
             if line.startswith(b"data: [DONE]"):
@@ -213,12 +217,29 @@ async def _status(reader: asyncio.StreamReader) -> int:
     return int(head.split()[1])
 
 
-async def load(url: str, cases: list[Case], clients: int, seconds: float, mixed: bool) -> Record:
+async def load(
+    url: str,
+    cases: list[Case],
+    clients: int,
+    seconds: float,
+    mixed: bool,
+    on_minute: Callable[[Record], None] | None = None,
+) -> Record:
+    """`on_minute` is called with what was seen so far."""
     record, start = Record(), time.monotonic()
     workers = [Client(url, record, random.Random(n)) for n in range(clients)]
+    watch = None if on_minute is None else asyncio.create_task(_every_minute(record, on_minute))
     await asyncio.gather(*(w.run(cases, start + seconds, mixed) for w in workers))
+    if watch is not None:
+        watch.cancel()
     record.seconds = time.monotonic() - start
     return record
+
+
+async def _every_minute(record: Record, report: Callable[[Record], None]) -> None:
+    while True:
+        await asyncio.sleep(60)
+        report(record)
 
 
 def untrained(preset: str, folder: Path) -> Path:
@@ -241,9 +262,15 @@ class Server:
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().split()[2]
 
-    def load(self, clients: int, seconds: float, mixed: bool = False) -> Record:
+    def load(
+        self,
+        clients: int,
+        seconds: float,
+        mixed: bool = False,
+        on_minute: Callable[[Record], None] | None = None,
+    ) -> Record:
         before = self._cpu_seconds()
-        record = asyncio.run(load(self.url, self.cases, clients, seconds, mixed))
+        record = asyncio.run(load(self.url, self.cases, clients, seconds, mixed, on_minute))
         record.cpu_seconds = self._cpu_seconds() - before
         return record
 
@@ -281,15 +308,19 @@ def compare(server: Server, clients: int, minutes: float, alone_seconds: float) 
     alone = server.load(1, alone_seconds)
     print_record("one at a time", alone)
     print(f"load of the machine {os.getloadavg()[0]:.1f}; memory {server.memory:.0f} MB")
-    total, rounds = Record(), max(1, round(minutes))
-    for number in range(1, rounds + 1):
-        record = server.load(clients, minutes * 60 / rounds, mixed=True)
-        total.add(record)
+    tokens = [0]
+
+    def report(record: Record) -> None:
+        rate = (record.tokens - tokens[-1]) / 60
+        tokens.append(record.tokens)
         print(
-            f"  part {number}: {record.rate:,.0f} tokens/s, {server.memory:.0f} MB, "
+            f"  minute {len(tokens) - 1}: {rate:,.0f} tokens/s, {server.memory:.0f} MB, "
             f"load of the machine {os.getloadavg()[0]:.1f}",
             flush=True,
         )
+
+    total = server.load(clients, 60 * minutes, mixed=True, on_minute=report)
+    print(f"  at the end: {server.memory:.0f} MB")
     print_record(f"{clients} clients", total)
     per_cpu = total.rate_per_cpu / alone.rate_per_cpu
     print(f"throughput x {total.rate / alone.rate:.2f}, per CPU second x {per_cpu:.2f}")

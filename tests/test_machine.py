@@ -138,3 +138,16 @@ def test_no_idle_team_while_pytorch_is_being_imported(monkeypatch):
     """Another thread imports it; on a busy machine that takes seconds."""
     monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     assert machine._IdleTeam.start_if_useful() is None
+
+
+def test_more_files_may_be_open_if_the_system_allows_it():
+    resource = pytest.importorskip("resource")
+    code = (
+        "import resource; from parcae.machine import allow_open_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (50, 80))\n"
+        "print(allow_open_files(40), allow_open_files(70), allow_open_files(90),"
+        " *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert answer.stdout.split() == ["40", "70", "80", "80", "80"], answer.stderr
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 80

@@ -237,6 +237,24 @@ def ignore_signal(name: str) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
+def allow_open_files(count: int) -> int:
+    """Let this process have `count` files and connections open, if the system allows it. Returns
+    how many it may have, at most `count`."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return count
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):
+        return soft
+    return allowed
+
+
 def flush(path: Path) -> None:
     """Force a file's content, or a folder's list of names, to disk."""
     windows = os.name == "nt"

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -171,6 +172,35 @@ def test_a_trace_is_that_of_trace_loops(http, plain_engine):
     assert shorter == alone
 
 
+def test_traces_are_computed_in_turn_for_clients_that_are_there(monkeypatch):
+    gate, traced = threading.Semaphore(0), []
+
+    def trace(model, tokens, *arguments):
+        traced.append(len(tokens))
+        gate.acquire()
+        return []
+
+    monkeypatch.setattr("parcae.serving.app.trace_next_token", trace)
+    app = make_app(max_waiting=2, max_choices=1)
+
+    def post(length: int) -> httpx.Response:
+        body = {"prompt": [5] * length}
+        return httpx.post(f"{url}/v1/trace", json=body, timeout=0.3 if length == 2 else 60)
+
+    with listening(app) as url, ThreadPoolExecutor() as pool:
+        first = pool.submit(post, 1)
+        wait_until(lambda: traced == [1])
+        with pytest.raises(httpx.ReadTimeout):
+            post(2)
+        refused = post(3)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        gate.release(3)
+        assert first.result().status_code == 200
+        wait_until(lambda: app.state.traces == 0)
+        assert post(4).status_code == 200
+    assert traced == [1, 4]
+
+
 def test_models(http):
     tree = http.get("/v1/models").json()
     assert [card["id"] for card in tree["data"]] == ["tiny"]
@@ -201,7 +231,7 @@ WRONG = [
     ({"prompt": "a", "stop": [""]}, "stop"),
     ({"prompt": "a", "presence_penalty": 1}, "presence_penalty"),
     ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-    ({"prompt": "a", "stop_token_ids": [5000]}, "stop_tokens"),
+    ({"prompt": "a", "stop_token_ids": [5000]}, "stop_token_ids"),
     ({"prompt": "a", "stream_options": {"include_usage": "yes"}}, "stream_options"),
 ]
 
@@ -224,6 +254,7 @@ def test_a_wrong_request_is_answered_in_openais_format(http, body, param):
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a"}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_logprobs": 2}),
         ("/v1/trace", {"prompt": "a", "position": 60}),
         ("/v1/trace", {"prompt": "a", "num_loops": 17}),
         ("/v1/trace", {"prompt": [5000]}),

@@ -10,6 +10,8 @@ import openai
 import pytest
 from langchain_openai import ChatOpenAI, OpenAI
 
+from serving_fixtures import listening, make_app
+
 STOPS = (0, 1)
 
 
@@ -102,6 +104,31 @@ def test_errors_are_the_clients_own(client):
     assert (error.value.param, error.value.type) == ("num_loops", "invalid_request_error")
     with pytest.raises(openai.BadRequestError):
         call(model="tiny", prompt="a", presence_penalty=1.5)
+
+
+def test_errors_of_the_server_are_the_clients_own():
+    app = make_app(api_keys=["right"])
+    model = app.state.models["tiny"]
+    step = model.engine.step
+    model.engine.step = lambda: (time.sleep(0.05), step())[1]
+    with listening(app) as url:
+        options = {"base_url": f"{url}/v1", "max_retries": 0}
+        wrong = openai.OpenAI(**options, api_key="wrong")
+        with wrong, pytest.raises(openai.AuthenticationError):
+            wrong.models.list()
+        with openai.OpenAI(**options, api_key="right") as client:
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 60, "temperature": 0}
+            stream = iter(client.completions.create(**body, stream=True))
+            next(stream)
+            model.scheduler._waiting.size = 0
+            with pytest.raises(openai.RateLimitError) as error:
+                client.completions.create(**body)
+            assert error.value.response.headers["retry-after"] == "2"
+            model.scheduler.end()
+            with pytest.raises(openai.APIError, match="stopping"):
+                list(stream)
+            with pytest.raises(openai.InternalServerError):
+                client.completions.create(**body)
 
 
 def test_langchain(server_url, plain_engine):

@@ -19,7 +19,7 @@ from conftest import randomised, tiny
 from parcae.data.tokenizer import Tokenizer
 from parcae.infer.engine import Engine
 from parcae.runs import Checkpoint
-from parcae.serving.app import close, create_app
+from parcae.serving.app import close, create_app, end
 
 pytestmark = [
     pytest.mark.slow,
@@ -171,6 +171,10 @@ def test_types_moves_sliders_and_shows_the_loops_of_each_token(open_page, comple
     counts = sorted(Counter(expected.loops).items())
     assert side["bars"].endswith(". " + ", ".join(f"{loops}: {n}" for loops, n in counts))
     assert len(counts) >= 3, "the model's tokens should differ in depth"
+    empty = page.evaluate(
+        "[...first.histogramElement.querySelectorAll('i')].map(bar => bar.matches('.none'))"
+    )
+    assert empty == [loops not in expected.loops for loops in range(1, 9)], "no tokens, no bar"
     assert len(set(zip(side["loops"], side["tints"], strict=True))) == len(set(side["tints"]))
     assert len(set(side["tints"])) == len(counts)
     assert float(side["speed"].replace(",", "")) > 0
@@ -309,7 +313,9 @@ def test_stops_and_keeps_the_text_when_a_request_is_refused(open_page, server):
     assert page.text("#alert").count("\n") == 0
 
 
-def test_continues_when_the_server_is_back(open_page, checkpoint, complete):
+@pytest.mark.parametrize("says_so", [False, True])
+def test_continues_when_the_server_is_back(open_page, checkpoint, complete, says_so):
+    """`says_so`: the text ends with an error, as after --drain-seconds, and is not cut off."""
     server = RunningServer(checkpoint)
     try:
         page = open_page(server.url)
@@ -318,6 +324,9 @@ def test_continues_when_the_server_is_back(open_page, checkpoint, complete):
         with server.slowed():
             page.click("#generate")
             page.wait("document.querySelectorAll('.token').length > 5")
+            if says_so:
+                end(server.app)
+                page.wait("$('status').dataset.state === 'lost'")
             server.stop(at_once=True)
         page.wait("$('status').dataset.state === 'lost'")
         assert page.text("#status").startswith("No connection to the server. What is written is")

@@ -143,9 +143,11 @@ def test_a_full_queue_refuses_the_client_with_most_jobs():
     request = engine.request("a", loops=1)
     many = [Job(request, print, "many") for _ in range(4)]
     few = [Job(request, print, "few") for _ in range(3)]
-    assert [waiting.add(job) for job in many] == [None, None, None, many[3]]
-    assert waiting.add(few[0]) is many[2], "its client has fewer"
-    assert waiting.add(few[1]) is few[1], "each would have as many"
+    assert [waiting.add([job]) for job in many] == [[], [], [], None]
+    assert waiting.add(few[:2]) is None, "its client would have more"
+    assert list(waiting) == many[:3], "a request that is refused displaces nothing"
+    assert waiting.add(few[:1]) == [many[2]], "its client has fewer"
+    assert waiting.add(few[1:2]) is None, "each would have as many"
     assert [waiting.pop() for _ in range(4)] == [many[0], few[0], many[1], None]
 
 
@@ -161,6 +163,61 @@ def test_the_queue_is_bounded_and_all_or_none(served):
     assert one.scheduler.metrics.refused == 1
     one.run()
     assert one.text(running) == one.text(waiting)
+
+
+def test_a_request_that_has_begun_is_finished_whole(served):
+    """Its other texts are neither displaced nor refused for a long wait nor by a drain."""
+    one = served(max_batch_size=1, gated=True, max_waiting=4, queue_seconds=30)
+    begun = [one.job(client="many", seconds=600.0) for _ in range(4)]
+    one.scheduler.submit(begun)
+    wait_until(lambda: one.scheduler.running)
+    other = one.submit(client="many")
+    with pytest.raises(ApiError, match="queue is full"):
+        one.scheduler.submit([one.job(client="few"), one.job(client="few")])
+    for job in begun:
+        job.submitted -= 31
+    one.run(1)
+    closing = threading.Thread(target=one.scheduler.close, args=(60,))
+    closing.start()
+    with pytest.raises(ApiError, match="stopping"):
+        one.text(other)
+    one.run()
+    assert len({one.text(job) for job in begun}) == 1
+    closing.join(60)
+    assert one.scheduler.state == "closed"
+
+
+def test_a_text_that_waits_beyond_the_time_of_its_request_ends(served):
+    one = served(max_batch_size=1, gated=True)
+    running = one.submit()
+    wait_until(lambda: one.scheduler.running)
+    late = one.submit(seconds=0.01)
+    time.sleep(0.02)
+    one.run()
+    with pytest.raises(ApiError) as error:
+        one.text(late)
+    assert error.value.status == 504
+    assert one.text(running)
+
+
+def test_an_exception_at_admission_fails_only_its_job(served):
+    one = served(gated=True)
+    before = one.job(max_new_tokens=9)
+    one.start(before)
+    submit = one.engine.submit
+
+    def fail(request):
+        one.engine.submit = submit
+        raise RuntimeError("out of memory")
+
+    one.engine.submit = fail
+    faulty = one.submit()
+    one.run()
+    with pytest.raises(ApiError) as error:
+        one.text(faulty)
+    assert (error.value.status, error.value.code) == (500, "engine_error")
+    assert one.text(before)
+    assert one.text(one.submit()), "the engine serves on"
 
 
 def test_cancelled_jobs_free_their_place(served):

@@ -106,6 +106,21 @@ def test_bodies_are_json_of_limited_size():
             assert status(broken) == 400, broken[:20]
 
 
+def test_the_number_of_requests_is_limited(monkeypatch):
+    from parcae.serving import security
+
+    app = make_app()
+    with client_of(app) as client:
+        assert client.get("/v1/models").status_code == 200
+        monkeypatch.setattr(security, "MAX_REQUESTS", 0)
+        refused = client.get("/v1/models")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert client.get("/health").status_code == 200
+        monkeypatch.setattr(security, "MAX_REQUESTS", 1)
+        assert client.get("/v1/models").status_code == 200, "those that have ended do not count"
+
+
 def test_every_answer_has_the_headers_and_pages_run_no_other_code(guarded):
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy

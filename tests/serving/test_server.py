@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import contextlib
 import json
+import queue
 import shlex
 import shutil
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -21,13 +23,18 @@ import uvicorn
 
 from oracles import text_model, tokenizer
 from parcae.cli import main, parser
+from parcae.config import ConfigError
 from parcae.model.store import save
 from parcae.serving import models
-from parcae.serving.server import Server
+from parcae.serving import server as server_module
+from parcae.serving.app import create_app
+from parcae.serving.server import Connection, Server
 from parcae.serving.settings import ServerSettings
 from serving_fixtures import make_app
 
 ROOT = Path(__file__).parents[2]
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+"""All of a request but its last line."""
 
 
 @pytest.fixture(scope="module")
@@ -119,17 +126,88 @@ def test_a_killed_server_is_restarted_serves_again_and_drains(folder):
         supervisor.stop()
 
 
-def test_the_first_signal_drains_and_the_second_ends_at_once(monkeypatch):
-    app = make_app()
-    scheduler = app.state.models["tiny"].scheduler
-    server = Server(uvicorn.Config(app), app, None)
-    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
-    server.handle_exit(signal.SIGTERM, None)
-    assert (server.should_exit, server.force_exit) == (True, False)
-    assert scheduler.state == "draining"
-    server.handle_exit(signal.SIGTERM, None)
-    assert server.force_exit
-    scheduler.close()
+class Stopping:
+    """A server that writes a long text slowly; `stop` is a signal."""
+
+    def __init__(self, monkeypatch, **settings) -> None:
+        monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+        self.app = make_app(**settings)
+        model = self.app.state.models["tiny"]
+        self.scheduler, step = model.scheduler, model.engine.step
+        model.engine.step = lambda: (time.sleep(0.05), step())[1]
+        urls: queue.Queue[str] = queue.Queue()
+        config = uvicorn.Config(self.app, port=0, http=Connection, log_config=None)
+        self.server = Server(config, self.app, urls.put)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        self.url = urls.get(timeout=60)
+
+    def stop(self) -> None:
+        self.server.handle_exit(signal.SIGTERM, None)
+
+    def connect(self) -> socket.socket:
+        url = httpx.URL(self.url)
+        return socket.create_connection((url.host, url.port), 60)
+
+    def write(self) -> Iterator[str]:
+        """The events of a text, after the first."""
+        body = {"prompt": "a", "max_tokens": 60, "temperature": 0, "stream": True}
+        url = f"{self.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, timeout=60) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            next(lines)
+            self.stop()
+            yield from lines
+
+
+def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, caplog):
+    stopping = Stopping(monkeypatch, drain_seconds=0.5)
+    *_, last = stopping.write()
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+    stopping.thread.join(60)
+    assert stopping.scheduler.state == "closed"
+    assert not caplog.records, "nothing is cancelled, and no trace is logged"
+
+
+def test_the_number_of_connections_is_limited(monkeypatch):
+    monkeypatch.setattr(Connection, "limit", 2)
+    stopping = Stopping(monkeypatch)
+    with stopping.connect(), stopping.connect() as second:
+        second.sendall(HEAD + b"\r\n")
+        assert b" 200 " in second.recv(4096), "both have been accepted"
+        refused = httpx.get(f"{stopping.url}/health", timeout=60)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert refused.json()["error"]["code"] == "busy"
+    stopping.stop()
+    stopping.thread.join(60)
+
+
+def test_connections_without_a_request_are_closed(monkeypatch):
+    monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.5)
+    stopping = Stopping(monkeypatch)
+    # One that takes longer than its head may is answered.
+    body = {"prompt": "a", "max_tokens": 30, "temperature": 0}
+    start = time.monotonic()
+    assert httpx.post(f"{stopping.url}/v1/completions", json=body, timeout=60).is_success
+    assert time.monotonic() - start > 0.5
+    for sent in (b"", HEAD, HEAD + b"\r\n" + HEAD):
+        with stopping.connect() as connection:
+            connection.sendall(sent)
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+            assert answer.count(b" 200 ") == (len(sent) > len(HEAD))
+    stopping.stop()
+    stopping.thread.join(60)
+
+
+def test_the_second_signal_ends_at_once(monkeypatch):
+    stopping = Stopping(monkeypatch, drain_seconds=1000)
+    lines = stopping.write()
+    next(lines)
+    assert not stopping.server.force_exit
+    stopping.stop()
+    stopping.thread.join(60)
+    assert not stopping.thread.is_alive()
+    lines.close()
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, folder):
@@ -180,6 +258,20 @@ def test_names_of_models(tmp_path, monkeypatch, folder):
     finally:
         for model in served.values():
             model.scheduler.close()
+
+
+def test_models_share_the_memory_for_caches(monkeypatch, folder):
+    monkeypatch.setattr(models, "available_memory", lambda device: 1_200_000)
+    for names, share in (("a", 600_000), ("abc", 200_000)):
+        served = models.open_models([f"{name}={folder}" for name in names], ServerSettings())
+        assert {model.engine.cache.max_bytes for model in served.values()} == {share}
+        for model in served.values():
+            model.scheduler.close()
+
+
+def test_models_are_given_by_path_or_by_name():
+    with pytest.raises(ConfigError, match="named: models are given by path too"):
+        create_app("a", named={"b": "b"})
 
 
 def test_the_systemd_unit_starts_a_valid_command():

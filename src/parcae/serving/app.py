@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from parcae.config import ConfigError
+from parcae.config import ConfigError, require
 from parcae.infer.loop_trace import trace_next_token
 from parcae.infer.request import check_prompt
 from parcae.plotting import page_style
@@ -32,7 +32,10 @@ from parcae.serving.protocol import (
     CompletionRequest,
     ErrorBody,
     TraceRequest,
+    busy,
+    disconnected,
     invalid,
+    stopping,
 )
 from parcae.serving.responses import ChatFormat, CompletionFormat, Format, TokenTexts
 from parcae.serving.security import PAGE, PAGE_FILES, Security
@@ -62,13 +65,14 @@ def create_app(
     """An ASGI application that serves models with OpenAI's API and a web page.
 
     `models`: model folders, runs or checkpoints, each as PATH or NAME=PATH; "demo" is the run of
-    `make demo`. `named`: models by name, which may be open checkpoints.
+    `make demo`. Or `named`: models by name, which may be open checkpoints.
     `api_keys`: one of them must be sent with every request, if there are any.
     `allowed_hosts`: names in the Host header besides localhost and addresses.
     `settings`: limits and sizes. `device`: where models opened from a path run; the default is
     "auto". Further options are those of `Engine`, such as `weight_dtype`.
     """
     settings = settings or ServerSettings()
+    require(not (models and named), "named", "models are given by path too", "Give one of the two.")
     served = open_models(models if named is None else named, settings, **engine_options)
 
     @asynccontextmanager
@@ -81,7 +85,7 @@ def create_app(
     )
     app.state.models, app.state.settings = served, settings
     app.state.answered = Counter()
-    app.state.tracing = asyncio.Semaphore(1)
+    app.state.traces, app.state.tracing = 0, asyncio.Semaphore(1)
     app.include_router(router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
@@ -102,10 +106,16 @@ def drain(app: FastAPI) -> None:
         model.scheduler.drain()
 
 
-def close(app: FastAPI, seconds: float = 0.0) -> None:
-    """Stop the threads of the models."""
+def end(app: FastAPI) -> None:
+    """Answer what runs with 503."""
     for model in app.state.models.values():
-        model.scheduler.close(seconds)
+        model.scheduler.end()
+
+
+def close(app: FastAPI) -> None:
+    """End everything and stop the threads of the models."""
+    for model in app.state.models.values():
+        model.scheduler.close()
 
 
 @router.get("/v1/models")
@@ -161,7 +171,7 @@ async def trace(request: Request, body: TraceRequest) -> Any:
         raise invalid("position", f"{position}, but the prompt has {len(ids)} tokens.")
     try:
         prefix = check_prompt(ids, config.vocab_size, config.context_length)[: position + 1]
-        async with request.app.state.tracing:
+        async with _turn_to_trace(request, model):
             call = (trace_next_token, model.model, prefix, num_loops, body.top)
             loops = await asyncio.to_thread(*call)
     except ConfigError as error:
@@ -183,6 +193,25 @@ async def trace(request: Request, body: TraceRequest) -> Any:
             for number, loop in enumerate(loops, start=1)
         ],
     }
+
+
+@asynccontextmanager
+async def _turn_to_trace(request: Request, model: ServedModel) -> AsyncIterator[None]:
+    """One trace is computed at a time; clients that left meanwhile, as the page does when the
+    pointer moves on, are skipped."""
+    state, most = request.app.state, model.settings.max_waiting
+    if model.scheduler.state != "ok":
+        raise stopping()
+    if state.traces >= most:
+        raise busy(f"The queue is full: {most} traces may wait.")
+    state.traces += 1
+    try:
+        async with state.tracing:
+            if await request.is_disconnected():
+                raise disconnected()
+            yield
+    finally:
+        state.traces -= 1
 
 
 @router.get("/health")

@@ -13,7 +13,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import StreamingResponse
 
 from parcae.infer.request import Request
-from parcae.serving.protocol import ApiError
+from parcae.serving.protocol import ApiError, disconnected
 from parcae.serving.responses import Format, event
 from parcae.serving.scheduler import Delta, Job, Scheduler
 
@@ -120,7 +120,7 @@ def _merged(events: Iterable[Event]) -> list[Event]:
 async def _report_disconnect(http: HttpRequest, inbox: Inbox) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass
-    inbox.put((0, ApiError(499, "The client has gone.", code="disconnected")))
+    inbox.put((0, disconnected()))
 
 
 class EventStream(StreamingResponse):

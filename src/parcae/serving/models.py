@@ -44,8 +44,10 @@ class ServedModel:
         settings: ServerSettings,
         *,
         chat: ChatTemplate | None = None,
+        memory_share: float = 0.5,
         **engine_options: Any,
     ) -> None:
+        """`memory_share`: part of the free memory for the cache, where `settings` has no size."""
         self.name, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         self.chat = chat or ChatTemplate(tokenizer)
         self.created = int(time.time())
@@ -54,7 +56,7 @@ class ServedModel:
             tokenizer,
             max_batch_size=settings.max_batch_size,
             prefill_tokens=settings.prefill_tokens,
-            max_cache_bytes=_cache_bytes(model, settings),
+            max_cache_bytes=_cache_bytes(model, settings, memory_share),
             **engine_options,
         )
         self.metrics = Metrics()
@@ -161,15 +163,20 @@ class ServedModel:
             exposition.add(name, "gauge", help, value, model=self.name)
 
 
-PARAMS = {"loops": "num_loops", "draft_loops": "draft", "max_new_tokens": "max_tokens"}
+PARAMS = {
+    "loops": "num_loops",
+    "draft_loops": "draft",
+    "max_new_tokens": "max_tokens",
+    "stop_tokens": "stop_token_ids",
+}
 """Fields by the engine's names."""
 
 
-def _cache_bytes(model: LanguageModel, settings: ServerSettings) -> int | None:
+def _cache_bytes(model: LanguageModel, settings: ServerSettings, share: float) -> int | None:
     if settings.cache_gb is not None:
         return int(settings.cache_gb * 1e9)
     free = available_memory(model.device)
-    return None if free is None else free // 2
+    return None if free is None else int(share * free)
 
 
 class ChatTemplate:
@@ -265,7 +272,13 @@ def open_models(
         if not isinstance(source, Checkpoint):
             chat = ChatTemplate.read(find_tokenizer(checkpoint.folder), checkpoint.tokenizer)
         served[name] = ServedModel(
-            name, checkpoint.model, checkpoint.tokenizer, settings, chat=chat, **engine_options
+            name,
+            checkpoint.model,
+            checkpoint.tokenizer,
+            settings,
+            chat=chat,
+            memory_share=0.5 / len(named),
+            **engine_options,
         )
     return served
 

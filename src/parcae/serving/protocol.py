@@ -98,6 +98,19 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
 
+def busy(message: str) -> ApiError:
+    return ApiError(429, f"{message} Try again later.", code="busy", retry_after=2)
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+
+
+def disconnected() -> ApiError:
+    """For the count of answers; nobody receives it."""
+    return ApiError(499, "The client has gone.", code="disconnected")
+
+
 def _valid(text: str) -> str:
     """JSON may contain halves of surrogate pairs, which are not text."""
     try:
@@ -252,6 +265,12 @@ class ChatRequest(Sampled):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise _refused("top_logprobs", "Needs logprobs: true.")
+        return self
 
     @property
     def alternatives(self) -> int | None:

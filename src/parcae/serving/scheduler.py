@@ -31,7 +31,7 @@ from parcae.infer.request import Request
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.infer.sequence import Finish, Piece, RunningSequence, TokenLogprob
 from parcae.serving.metrics import Metrics
-from parcae.serving.protocol import ApiError
+from parcae.serving.protocol import ApiError, busy, stopping
 from parcae.serving.settings import ServerSettings
 
 log = logging.getLogger("parcae.serving")
@@ -64,6 +64,9 @@ class Job:
     stream: bool = True
     """Whether tokens are handed out as they are generated, or all at the end."""
     submitted: float = field(default_factory=time.monotonic)
+    together: Sequence[Job] = ()
+    """The jobs of the same API request, this one among them."""
+    admitted: bool = False
     sequence: RunningSequence | None = None
     cancelled: bool = False
     alone: bool = False
@@ -74,6 +77,12 @@ class Job:
     """Pieces taken from the current sequence."""
     held: list[Piece] = field(default_factory=list)
     """Pieces to hand out at the end."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether some text of the same API request is, or was, in the engine: then this one is
+        waited for too, because a request is answered whole."""
+        return any(job.admitted for job in self.together)
 
     def take(self) -> list[Piece]:
         """The new pieces of its sequence. RuntimeError if a second run differs from the first."""
@@ -103,17 +112,26 @@ class FairQueue:
     def __iter__(self) -> Iterator[Job]:
         return (job for jobs in self._jobs.values() for job in jobs)
 
-    def add(self, job: Job) -> Job | None:
-        """Add a job and return the one that has no place: none, this one, or in a full queue the
-        newest of the client with the most jobs, if that has more than this job's client."""
-        refused = None
-        if len(self) >= self.size:
-            longest = max(self._jobs.values(), key=len)
-            if len(longest) <= len(self._jobs.get(job.client, ())) + 1:
-                return job
-            refused = longest.pop()
-        self._jobs.setdefault(job.client, deque()).append(job)
-        return refused
+    def add(self, jobs: Sequence[Job]) -> list[Job] | None:
+        """Add the jobs of a request, all or none. Returns the jobs that lose their place to them,
+        or None if there is no room: in a full queue the newest job of the client with the most
+        gives way, as long as that has more than this client."""
+        client = jobs[0].client
+        own = len(self._jobs.get(client, ())) + len(jobs)
+        others = [
+            [job for job in waiting if not job.has_begun]
+            for name, waiting in self._jobs.items()
+            if name != client
+        ]
+        displaced: list[Job] = []
+        for _ in range(len(self) + len(jobs) - self.size):
+            longest = max(others, key=len, default=[])
+            if len(longest) <= own:
+                return None
+            displaced.append(longest.pop())
+        self.remove(displaced)
+        self._jobs.setdefault(client, deque()).extend(jobs)
+        return displaced
 
     def pop(self) -> Job | None:
         while self._jobs:
@@ -155,17 +173,18 @@ class Scheduler:
         return len(self._running) + len(self._retries)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs, all or none. ApiError 429 if there is no room, 503 if the server stops."""
+        """Queue the jobs of a request, all or none. ApiError 429 if there is no room, 503 if the
+        server stops."""
         with self._changed:
             if self.state != "ok":
                 raise stopping()
-            for index, job in enumerate(jobs):
-                refused = self._waiting.add(job)
-                if refused is job:
-                    self._waiting.remove(jobs[:index])
-                    raise self._queue_full()
-                if refused is not None:
-                    refused.emit(self._queue_full())
+            for job in jobs:
+                job.together = jobs
+            displaced = self._waiting.add(jobs)
+            if displaced is None:
+                raise self._queue_full()
+            for job in displaced:
+                job.emit(self._queue_full())
             self._changed.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -176,21 +195,28 @@ class Scheduler:
             self._changed.notify()
 
     def drain(self) -> None:
-        """Refuse new and waiting jobs with 503; what runs continues."""
+        """Refuse new requests, and those that wait, with 503; what has begun continues."""
         with self._changed:
             if self.state == "ok":
                 self.state = "draining"
-            while (job := self._waiting.pop()) is not None:
+            refused = [job for job in self._waiting if not job.has_begun]
+            self._waiting.remove(refused)
+            for job in refused:
                 job.emit(stopping())
             self._changed.notify()
 
+    def end(self) -> None:
+        """End all jobs with 503 after the current step, and the thread. Does not wait."""
+        with self._changed:
+            self.state = "failed" if self.state == "failed" else "closed"
+            self._changed.notify_all()
+
     def close(self, seconds: float = 0.0) -> None:
-        """Drain, wait this long for running jobs, end the rest with 503, and stop the thread."""
+        """Drain, wait this long for what has begun, end the rest with 503, and stop the thread."""
         self.drain()
         with self._changed:
-            self._changed.wait_for(lambda: not self.running, seconds)
-            self.state = "failed" if self.state == "failed" else "closed"
-            self._changed.notify()
+            self._changed.wait_for(lambda: not (self.running or self.waiting), seconds)
+        self.end()
         self._thread.join()
 
     def _main(self) -> None:
@@ -214,11 +240,12 @@ class Scheduler:
     def _drop_cancelled_and_late(self) -> None:
         with self._changed:
             for job in list(self._waiting):
-                waited = time.monotonic() - job.submitted
-                if job.cancelled or waited > min(job.seconds, self.settings.queue_seconds):
-                    self._waiting.remove([job])
-                    if not job.cancelled:
-                        job.emit(busy("The request waited too long in the queue."))
+                error = self._overdue(job)
+                if error is None and not job.cancelled:
+                    continue
+                self._waiting.remove([job])
+                if error is not None and not job.cancelled:
+                    job.emit(error)
         ended = []
         for job in (*self._running, *self._retries):
             error = self._overdue(job)
@@ -233,12 +260,16 @@ class Scheduler:
         self._retries = deque(job for job in self._retries if job not in ended)
 
     def _overdue(self, job: Job) -> ApiError | None:
-        """The error with which a job ends that has been admitted for too long."""
+        """The error with which a job ends that waits or runs for too long."""
         waited = time.monotonic() - job.submitted
         if waited > job.seconds:
             return ApiError(504, "The request took too long.", code="timeout")
-        has_row = job.sequence is None or job.sequence.row >= 0 or job.emitted
-        if not has_row and waited > self.settings.queue_seconds:
+        if waited <= self.settings.queue_seconds:
+            return None
+        if not job.has_begun:
+            return busy("The request waited too long in the queue.")
+        has_no_row = job.sequence is not None and job.sequence.row < 0
+        if has_no_row and not any(other.emitted for other in job.together):
             return busy("There is no memory for the request's cache now.")
         return None
 
@@ -246,9 +277,9 @@ class Scheduler:
         while (job := self._next()) is not None:
             try:
                 job.sequence, job.taken = self.engine.submit(job.request), 0
-            except ConfigError:
+            except Exception as error:
                 self._running.remove(job)
-                job.emit(busy("There is no memory for the request's cache now."))
+                job.emit(self._failure(error))
 
     def _next(self) -> Job | None:
         """Move a job to the running ones, if the engine has a row for it.
@@ -265,6 +296,7 @@ class Scheduler:
             else:
                 job = self._waiting.pop()
             if job is not None:
+                job.admitted = True
                 self._running.append(job)
             return job
 
@@ -321,9 +353,8 @@ class Scheduler:
 
     def _retry_or_fail(self, job: Job, error: Exception) -> ApiError | None:
         """Run the job again, alone, or return the error with which it ends."""
-        if isinstance(error, ConfigError):  # its row did not fit in memory
-            return busy("There is no memory for the request's cache now.")
-        if len(self._running) == 1 or job.alone or isinstance(error, NonFiniteLogits):
+        is_alone = len(self._running) == 1 or job.alone
+        if is_alone or isinstance(error, ConfigError | NonFiniteLogits):
             return self._failure(error)
         job.alone, job.sequence = True, None
         self._retries.append(job)
@@ -331,6 +362,9 @@ class Scheduler:
         return None
 
     def _failure(self, error: Exception) -> ApiError:
+        """The error with which a job ends."""
+        if isinstance(error, ConfigError):  # its row did not fit in memory
+            return busy("There is no memory for the request's cache now.")
         log.error("a request failed: %s", type(error).__name__, exc_info=debug(error))
         self.metrics.failures += 1
         return ApiError(500, "The engine failed on this request.", code="engine_error")
@@ -349,15 +383,7 @@ class Scheduler:
 
     def _queue_full(self) -> ApiError:
         self.metrics.refused += 1
-        return busy(f"{self.waiting} texts are waiting, the most that may.")
-
-
-def busy(message: str) -> ApiError:
-    return ApiError(429, f"{message} Try again later.", code="busy", retry_after=2)
-
-
-def stopping() -> ApiError:
-    return ApiError(503, "The server is stopping.", code="stopping", retry_after=5)
+        return busy(f"The queue is full: {self.settings.max_waiting} texts may wait.")
 
 
 def debug(error: Exception) -> Exception | None:

@@ -5,6 +5,7 @@
 - Origin: requests that a browser makes for another site are refused; there is no CORS.
 - API keys: compared in constant time; needed for everything but the page and /health.
 - Bodies: JSON only, limited in size and in the time to send them.
+- Requests: limited in number, so that those that are sent slowly do not fill the server.
 - Errors: an exception becomes a 500 without details, and its type a line in the log.
 """
 
@@ -25,7 +26,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parcae.serving.protocol import ApiError
+from parcae.serving.protocol import ApiError, busy
 from parcae.serving.scheduler import debug
 
 log = logging.getLogger("parcae.serving")
@@ -34,6 +35,8 @@ PAGE = Path(__file__).parent / "page"
 PAGE_FILES = frozenset(path.name for path in PAGE.iterdir())
 PUBLIC_PATHS = frozenset({"/", "/health", *(f"/{name}" for name in PAGE_FILES)})
 BODY_SECONDS = 30.0
+MAX_REQUESTS = 512
+"""Answered at the same time."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -59,6 +62,7 @@ class Security:
     ) -> None:
         """`answered` counts requests by path and status."""
         self.app, self.max_body_bytes, self.answered = app, max_body_bytes, answered
+        self.active = 0
         self.api_keys = [key.encode() for key in api_keys]
         self.allowed_hosts = {"localhost", *(host.lower() for host in allowed_hosts)}
 
@@ -77,6 +81,7 @@ class Security:
                     headers[name] = value
             await send(message)
 
+        self.active += 1
         try:
             await self._serve(scope, receive, send_with_headers)
         except Exception as error:
@@ -85,6 +90,8 @@ class Security:
             if not status:
                 failure = ApiError(500, "The server failed on this request.", code="internal")
                 await _answer(failure, scope, receive, send_with_headers)
+        finally:
+            self.active -= 1
         route = getattr(scope.get("route"), "path", "other")
         self.answered[route, status] += 1
         log.info("%s %s %d %.3fs", scope["method"], route, status, time.monotonic() - start)
@@ -94,6 +101,8 @@ class Security:
         try:
             self._check_host(headers)
             scope["client_key"] = self._check_key(scope["path"], headers)
+            if self.active > MAX_REQUESTS and scope["path"] not in PUBLIC_PATHS:
+                raise busy(f"The server is answering {MAX_REQUESTS} requests.")
             if scope["method"] == "POST" and _has_route(scope):
                 body = await self._read_body(headers, receive)
                 receive = _replay(body, receive)

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import json
 import logging
+import math
+import os
 import signal
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from parcae.config import ConfigError, require
+from parcae.machine import allow_open_files
 from parcae.runs import Checkpoint
-from parcae.serving.app import close, create_app, drain
+from parcae.serving.app import close, create_app, drain, end
+from parcae.serving.protocol import ApiError, busy
 from parcae.serving.settings import ServerSettings
 
-MAX_CONNECTIONS = 2048
+MAX_CONNECTIONS = 1024
+OTHER_FILES = 256
+"""Open files that are not connections, and connections that have yet to be refused."""
+ACCEPT_AT_ONCE, BACKLOG = 32, 2048
+"""Connections accepted before others are refused, and those that may wait to be accepted."""
+HEAD_SECONDS = 30.0
+"""For the head of a request to arrive, after the connection or the answer before it."""
+SEND_SECONDS = 5
+"""For clients to read the last answers of a server that stops."""
 
 
 def serve(
@@ -60,18 +76,23 @@ def serve(
     except BaseException:
         listener.close()
         raise
+    Connection.limit = max(1, allow_open_files(MAX_CONNECTIONS + OTHER_FILES) - OTHER_FILES)
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
+        http=Connection,
+        ws="none",
+        backlog=ACCEPT_AT_ONCE,
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+        timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SEND_SECONDS,
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # What uvicorn reports is the fault of a client, or a stack trace.
+    level = logging.WARNING if os.environ.get("PARCAE_DEBUG") else logging.CRITICAL
+    logging.getLogger("uvicorn").setLevel(level)
     try:
         Server(config, app, on_start).run(sockets=[listener])
     finally:
@@ -98,6 +119,48 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class Connection(H11Protocol):
+    """Closed if no request arrives in time, and at once if there are too many."""
+
+    limit = MAX_CONNECTIONS
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limit:
+            transport.write(_answer(busy(f"The server has {self.limit} connections.")))
+            transport.close()
+        self._expect_request_after(None)
+
+    def on_response_complete(self) -> None:
+        last = self.cycle
+        super().on_response_complete()
+        self._expect_request_after(last)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expect_request_after(self, last: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._close_unless_after, last)
+
+    def _close_unless_after(self, last: object) -> None:
+        if self.cycle is last:
+            self.transport.close()
+
+
+def _answer(error: ApiError) -> bytes:
+    """An error as a whole HTTP response."""
+    body = json.dumps(error.body()).encode()
+    headers = {"Content-Type": "application/json", "Content-Length": len(body), **error.headers}
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\nConnection: close\r\n"
+    return (head + "".join(lines) + "\r\n").encode() + body
+
+
 class Server(uvicorn.Server):
     def __init__(
         self, config: uvicorn.Config, app: FastAPI, on_start: Callable[[str], None] | None
@@ -107,15 +170,26 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
         if self.started and self._on_start is not None:
             host = self.config.host
             port = self.servers[0].sockets[0].getsockname()[1]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end at the second."""
+        """Shut down at the first signal, end at the second."""
         if self.should_exit:
             self.force_exit = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.should_exit = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Finish what has begun; what takes too long ends with an error that its client sees."""
         drain(self._app)
+        seconds = self._app.state.settings.drain_seconds
+        timer = asyncio.get_running_loop().call_later(seconds, end, self._app)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

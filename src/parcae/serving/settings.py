@@ -16,7 +16,9 @@ class ServerSettings(Settings):
         256, "prompt tokens read between two tokens of the texts being decoded", at_least=1
     )
     cache_gb: float | None = setting(
-        None, "largest key-value cache, in GB (default: half of the free memory)", above=0
+        None,
+        "largest key-value cache of a model, in GB (default: half of the free memory for all)",
+        above=0,
     )
     max_waiting: int = setting(128, "texts that may wait; more are refused with 429", at_least=1)
     max_loops: int | None = setting(

@@ -56,7 +56,7 @@ async function* streamEvents(response, signal) {
       if (data === "[DONE]") return;
       if (!data) continue;
       const value = JSON.parse(data);
-      if (value.error) throw new Error(sentence(value.error));
+      if (value.error) throw value.error.code === "stopping" ? new Unreachable() : new Error(sentence(value.error));
       yield value;
     }
   }
@@ -229,6 +229,8 @@ class Side {
     const most = Math.max(1, ...counts);
     this.histogramElement.replaceChildren(...counts.map((value, index) => {
       const column = document.createElement("div"), bar = column.appendChild(document.createElement("i"));
+      column.title = `${plural(index + 1, "loop")}: ${plural(value, "token")}`;
+      bar.classList.toggle("none", !value);
       bar.style.setProperty("--share", value / most);
       bar.style.setProperty("--depth", depth(index + 1));
       column.append(isLabelled(index + 1, scale) ? index + 1 : "\u00a0");
