@@ -320,7 +320,8 @@ def _run(command: list[str]) -> str:
         )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines()[:3]
-        raise KernelsUnavailable(f"{command[0]} failed: {' '.join(lines)}") from None
+        reason = " ".join(lines) or f"exit status {error.returncode}"
+        raise KernelsUnavailable(f"{command[0]} failed: {reason}") from None
     except subprocess.TimeoutExpired:
         raise CompilationTimeout(
             f"{command[0]} took longer than {COMPILE_TIMEOUT} seconds"
