@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +20,9 @@ pytest_plugins = ["evaluation_fixtures", "serving_fixtures"]
 # Without time measurements, "auto" is the same in every run.
 os.environ.setdefault("PARCAE_NATIVE", "1")
 torch.set_num_threads(min(2, torch.get_num_threads()))
+# On a busy machine an example may take any time.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 TESTS = Path(__file__).parent
 LONGEST = (

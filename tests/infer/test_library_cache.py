@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 import pytest
 
@@ -68,3 +69,20 @@ def test_the_version_of_a_compiler_need_not_be_utf8(cache, tmp_path, monkeypatch
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     assert kernels._load().answer() == 42
+
+
+def test_a_slow_compiler_is_no_reason_to_give_up_openmp(cache, monkeypatch):
+    """A library without it would be kept, and be slower for good."""
+    calls = []
+
+    def run(command, **options):
+        calls.append(command)
+        if "--version" not in command:
+            raise subprocess.TimeoutExpired(command, options["timeout"])
+        return subprocess.CompletedProcess(command, 0, "compiler 1.0")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    problem = kernels._load()
+    assert isinstance(problem, kernels.CompilationTimeout)
+    assert "took longer than 120 seconds" in str(problem)
+    assert [command[1] for command in calls] == ["--version", "-fopenmp"]

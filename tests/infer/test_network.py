@@ -163,7 +163,7 @@ def other_injections():
 
 
 @pytest.mark.parametrize("injection", ["gated-test", "shifted-test"])
-def test_other_injections_are_decoded_through_pytorch(other_injections, injection):
+def test_other_injections_are_decoded_through_pytorch(other_injections, injection, monkeypatch):
     model = randomised(tiny(injection=injection)).eval().requires_grad_(False)
     engine = Engine(model)
     assert isinstance(engine.network, TorchNetwork)
@@ -180,5 +180,6 @@ def test_other_injections_are_decoded_through_pytorch(other_injections, injectio
         randomised(tiny(injection=injection)).bfloat16(), weight_dtype="int8", backend="torch"
     )
     assert len(small.generate([9], loops=3, max_new_tokens=5).tokens) == 5
+    monkeypatch.setattr("parcae.infer.network.available_kernels", lambda *_: object())
     with pytest.raises(ConfigError, match=f"C\\+\\+ does not have the injection '{injection}'"):
         Engine(model, backend="native")

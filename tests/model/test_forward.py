@@ -7,10 +7,13 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
+from parcae.model.base import loss_chunk
+from parcae.model.blocks import HalfSquaredRelu
 from parcae.model.initial_state import draw_state_rows
 from parcae.rng import keyed_generator
 
@@ -112,6 +115,28 @@ def test_loss_is_the_cross_entropy_of_the_logits(model):
     oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     assert torch.allclose(loss, oracle, atol=1e-6)
     assert logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("vocabulary", "positions"), [(1, 512), (32_768, 128), (10**6, 64)])
+def test_a_large_vocabulary_makes_the_chunks_of_the_loss_shorter(vocabulary, positions):
+    assert loss_chunk(vocabulary) == positions
+
+
+def test_the_backward_of_the_activation_is_one_product():
+    """It does not allocate a gradient of zeros for what the forward keeps."""
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    calls: list[str] = []
+    x = torch.linspace(-2, 2, 9, requires_grad=True)
+    y = HalfSquaredRelu.apply(x)[0]
+    with Recorder():
+        (gradient,) = torch.autograd.grad(y, x, torch.ones(9))
+    assert torch.equal(gradient, x.detach().relu())
+    assert [call for call in calls if call != "aten.ones.default"] == ["aten.mul.Tensor"]
 
 
 def test_zero_state_and_seeded_state_repeat(model):

@@ -108,6 +108,7 @@ class HalfSquaredRelu(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
+        ctx.set_materialize_grads(False)  # else the backward gets zeros for `rectified`
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
 

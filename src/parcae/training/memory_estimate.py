@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from parcae import console
 from parcae.machine import available_memory
 from parcae.model import build
-from parcae.model.base import LOSS_CHUNK, MIXED_LOSS_CHUNK, LanguageModel
+from parcae.model.base import MIXED_LOSS_CHUNK, LanguageModel, loss_chunk
 from parcae.model.flops import parameter_count
 from parcae.model.looped import LoopedModel
 from parcae.training.distributed import compute_dtype
@@ -157,7 +157,8 @@ def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int) -> float:
     uses = once + config.core_layers * (config.loop.gradient_loops or 1)
     channels = max(block.width + block.mlp_width for block in (config.block, shape))
     tokens = rows * config.context_length
-    chunk = LOSS_CHUNK if dtype == torch.float32 else 2 * MIXED_LOSS_CHUNK
+    mixed = dtype != torch.float32
+    chunk = 2 * MIXED_LOSS_CHUNK if mixed else loss_chunk(config.vocab_size)
     logits = 2 * min(chunk, 2 * tokens) * config.vocab_size
     weights = 8 * parameter_count(config)  # with gradient, optimiser and its step
     activations = ROUGH_FLOATS * tokens * uses * channels
@@ -192,7 +193,7 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
                 warnings.simplefilter("ignore")  # about CPU kernels; the estimate is for any device
                 output = model(tokens, tokens, **state)
             if not mixed:  # one operator, which allocates logits and their gradient chunk by chunk
-                positions = min(LOSS_CHUNK, tokens.numel())
+                positions = min(loss_chunk(config.vocab_size), tokens.numel())
                 live.add_workspace(2 * positions * config.vocab_size * FLOAT32_BYTES)
             output.loss.backward()
     return live.peak

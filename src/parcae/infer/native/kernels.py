@@ -49,6 +49,10 @@ class KernelsUnavailable(RuntimeError):
     """Why the C++ library is not available."""
 
 
+class CompilationTimeout(KernelsUnavailable):
+    """The compiler took longer than COMPILE_TIMEOUT."""
+
+
 class UnsafeCache(KernelsUnavailable):
     """Another user could have put a library into the cache folder."""
 
@@ -294,6 +298,8 @@ def _compile(compiler: str, target: Path) -> None:
     arguments = [*flags(), str(SOURCE), "-o", str(target)]
     try:
         _run([compiler, "-fopenmp", *arguments])
+    except CompilationTimeout:  # says nothing about OpenMP: the machine is busy
+        raise
     except KernelsUnavailable:  # then the library uses the threads of the standard library
         _run([compiler, *arguments])
 
@@ -314,8 +320,13 @@ def _run(command: list[str]) -> str:
         )
     except subprocess.CalledProcessError as error:
         lines = (error.stderr or "").strip().splitlines()[:3]
-        raise KernelsUnavailable(f"{command[0]} failed: {' '.join(lines)}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = " ".join(lines) or f"exit status {error.returncode}"
+        raise KernelsUnavailable(f"{command[0]} failed: {reason}") from None
+    except subprocess.TimeoutExpired:
+        raise CompilationTimeout(
+            f"{command[0]} took longer than {COMPILE_TIMEOUT} seconds"
+        ) from None
+    except OSError as error:
         raise KernelsUnavailable(f"{command[0]} failed: {error}") from None
     return result.stdout
 
