@@ -329,7 +329,8 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     from_weights = start.checkpoint is not None and start.sha256 is None
     for name in ("data", "budget") if from_weights else ("model", "data", "budget"):
         if name not in tree:
-            raise ConfigError(f"{name}: a recipe for training needs this table.")
+            remedy = "Add it." if name != "model" else "Add it, or give weights with `start_from`."
+            raise ConfigError(f"{name}: a recipe for training needs this table. {remedy}")
     parts = {part.table: build(part, tree[part.table]) for part in PARTS if part.table in tree}
     if from_weights:
         from parcae.training.start import model_from_weights
