@@ -68,6 +68,8 @@ def test_show_applies_flags(capsys, tmp_path):
         (["show", "/dev/null/x.toml"], "cannot be read"),
         (["presets", "--model.width", "3"], "no such option"),
         (["demo", "--budget.steps", "0"], "budget.steps"),
+        (["generate", "run", "--loops", "2.5"], "--loops: expected a whole number, got '2.5'."),
+        (["train", "."], ".: a folder, not a recipe. Name a .toml file, or continue the run in it"),
         (["train", "demo", "--from", "run"], "--from: no such option. Did you mean --start-from?"),
         (
             ["train", "demo", "--steps", "9"],

@@ -144,7 +144,9 @@ class Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
             name = next(iter(action.option_strings), str(action.metavar or action.dest))
-            raise ConfigError(f"{name}: {error.message}") from None
+            expected = {int: "a whole number", float: "a number"}.get(action.type)
+            problem = f"expected {expected}, got {arg_string!r}." if expected else error.message
+            raise ConfigError(f"{name}: {problem}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
