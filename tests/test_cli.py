@@ -68,6 +68,17 @@ def test_show_applies_flags(capsys, tmp_path):
         (["show", "/dev/null/x.toml"], "cannot be read"),
         (["presets", "--model.width", "3"], "no such option"),
         (["demo", "--budget.steps", "0"], "budget.steps"),
+        (["generate", "run", "--loops", "2.5"], "--loops: expected a whole number, got '2.5'."),
+        (["train", "."], ".: a folder, not a recipe. Name a .toml file, or continue the run in it"),
+        (["train", "demo", "--from", "run"], "--from: no such option. Did you mean --start-from?"),
+        (
+            ["train", "demo", "--steps", "9"],
+            "--steps: no such option. Did you mean --budget.steps?",
+        ),
+        (["plan", "demo", "--micro_batch=4"], "Did you mean --data.micro_batch?"),
+        (["generate", "run", "--steps", "9"], "--steps: no such option. Did you mean --stop?"),
+        (["train", "demo", "--data.context_length", "9"], "Did you mean model.context_length?"),
+        (["train", "demo", "--model.mean_loops", "9"], "Did you mean model.loop.mean_loops?"),
     ],
 )
 def test_mistakes_end_in_one_line(capsys, arguments, message):

@@ -4,7 +4,8 @@
     run(arguments) -> int  does the work; heavy imports belong inside
 
 A parser may set more defaults: `takes_settings` for --table.key VALUE, which `run` then finds in
-`arguments.settings`, and `lists_settings` for a list of them in its help.
+`arguments.settings`, and `lists_settings` for a list of them in its help. With `takes_rest`, `run`
+finds there what follows the options, such as a prompt.
 
 A mistake of the user (a wrong key, a missing file) and an error of the system (a full disk) end in
 one line on standard error and exit code 2, without a traceback; PARCAE_DEBUG=1 shows the traceback.
@@ -56,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest, settings = split_settings(argv)
         arguments, unknown = parser().parse_known_args(rest)
         settings = [*unknown, *settings]
-        takes_settings = getattr(arguments, "takes_settings", False)
-        flag = _first_flag(unknown) if takes_settings else next(iter(settings), None)
+        takes_rest = hasattr(arguments, "takes_settings") or hasattr(arguments, "takes_rest")
+        flag = _first_flag(unknown) if takes_rest else next(iter(settings), None)
         if flag is not None:
             raise arguments.parser.unknown_argument(flag)
-        if takes_settings:
+        if takes_rest:
             arguments.settings = settings
         if hasattr(arguments, "imports"):
             import_from_environment()
@@ -143,7 +144,9 @@ class Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
             name = next(iter(action.option_strings), str(action.metavar or action.dest))
-            raise ConfigError(f"{name}: {error.message}") from None
+            expected = {int: "a whole number", float: "a number"}.get(action.type)
+            problem = f"expected {expected}, got {arg_string!r}." if expected else error.message
+            raise ConfigError(f"{name}: {problem}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -162,11 +165,23 @@ class Parser(argparse.ArgumentParser):
         if not argument.startswith("-"):
             return ConfigError(f"{argument}: one argument too many. See {self.prog} --help.")
         name = argument.partition("=")[0]
+        near = self._nearest_option(name.lstrip("-").replace("_", "-"))
+        hint = "" if near is None else f" Did you mean {near}?"
+        return ConfigError(f"{name}: no such option.{hint} See {self.prog} --help.")
+
+    def _nearest_option(self, name: str) -> str | None:
+        """The option or setting that is meant: --start-from by from, --budget.steps by steps."""
         options = self._option_string_actions.items()
         known = {option.lstrip("-"): action.option_strings[-1] for option, action in options}
-        near = difflib.get_close_matches(name.lstrip("-"), known, n=1)
-        hint = f" Did you mean {known[near[0]]}?" if near else ""
-        return ConfigError(f"{name}: no such option.{hint} See {self.prog} --help.")
+        if self.get_default("takes_settings"):
+            from parcae.training.settings import all_settings
+
+            keys = sorted((entry.table.key(entry.name) for entry in all_settings()), key=len)
+            for key in keys:  # of two with one name the less nested
+                known.setdefault(key.rpartition(".")[2].replace("_", "-"), f"--{key}")
+        near = difflib.get_close_matches(name, known, n=1)
+        near = near or [option for option in known if name in option.split("-")]
+        return known[near[0]] if near else None
 
 
 class Subcommands(argparse._SubParsersAction):

@@ -135,6 +135,18 @@ def test_the_limit_of_characters_is_named(
     assert "Raise --characters" in message
 
 
+def test_one_document_cannot_be_held_out_in_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, vocabulary = tmp_path / "novel.txt", tmp_path / "t.json"
+    text.write_text("It was a dark and stormy night.\n" * 9)
+    run("tokenizer", "train", text, "--size", "270", "--out", vocabulary)
+    run("data", "prepare", text, "--tokenizer", vocabulary, "--out", tmp_path / "shards")
+    message = capsys.readouterr().err
+    assert "split it with --separator or --document-start" in message
+    assert "Increase" not in message
+
+
 def test_separated_texts_from_a_file_to_shards(tmp_path: Path) -> None:
     source, vocabulary, out = tmp_path / "stories.txt", tmp_path / "t.json", tmp_path / "shards"
     stories = [f"Story {i} is about {i % 5} loops.\n" for i in range(50)]

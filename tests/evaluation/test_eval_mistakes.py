@@ -130,6 +130,17 @@ def test_again_drops_earlier_results(checkpoint, task_folder, tmp_path, monkeypa
     assert not (tmp_path / "scores.png").exists()
 
 
+def test_a_mistake_keeps_the_results_to_overwrite(checkpoint, task_folder, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["eval", str(checkpoint), "--out", str(out), "--loops", "1"]
+    assert cli.main([*arguments, "--task-data", str(task_folder), "--suites", "lambada"]) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    misspelt = ["--val-data", str(tmp_path / "txet.txt"), "--overwrite"]
+    assert cli.main([*arguments, *misspelt]) == 2
+    assert "txet.txt" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+
+
 def test_a_full_disk(scorer, task_folder, tmp_path, monkeypatch):
     samples = Samples(tmp_path, {"model": "m"})
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tomllib
 from dataclasses import asdict, replace
 
 import pytest
 
 import parcae
 from parcae import cli
+from parcae.data.preparation import prepare
 from parcae.data.shards import HEAD
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.paired import compare_evaluations
 from parcae.evaluation.run import evaluate
+from parcae.recipe import write_toml
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
 from parcae.training.run import read_recipe, train
@@ -133,12 +136,58 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
     assert starts["document_start"] == "^(alpha|delta|zeta)"
     assert len({whole["sha256"], starts["fingerprint"], separated["fingerprint"]}) == 3
     (row,) = compare_evaluations(out, out, (1, 1)).table()
-    assert row["items"] >= 3
+    assert row["items"] == 3
+
+
+def test_only_the_last_texts_of_a_folder_are_compared(run, tmp_path):
+    """Rows of the run, then a file, then the rows again: never both."""
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("alpha beta gamma delta\n" * 9)
+    rows = held_out(run, out, "--loops", "1")
+    held_out(run, out, "--loops", "1", "--val-data", str(text))
+    (row,) = compare_evaluations(out, out, (1, 1)).table()
+    assert row["items"] == 1
+    assert held_out(run, out, "--loops", "1") == rows
+    (row,) = compare_evaluations(out, out, (1, 1)).table()
+    nats = rows["by_loops"]["1"]["bits_per_byte"] * math.log(2)
+    assert row["a"] == pytest.approx(nats)
+
+
+def test_moved_shards_are_named_and_others_refused(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    moved = shutil.move(copy / "data" / "0", tmp_path / "moved")
+    assert cli.main(["eval", str(copy), "--loops", "1"]) == 2
+    message = capsys.readouterr().err
+    assert f"write its new path into data.sources of {copy / 'recipe.toml'}" in message
+    recipe = tomllib.loads((copy / "recipe.toml").read_text())
+    recipe["data"]["sources"] = [str(moved)]
+    (copy / "recipe.toml").write_text(write_toml(recipe))
+    assert cli.main(["eval", str(copy), "--loops", "1"]) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("other words\n\n" * 99)
+    prepare([other], copy / "tokenizer.json", tmp_path / "other", validation=[other])
+    recipe["data"]["sources"] = [str(tmp_path / "other")]
+    (copy / "recipe.toml").write_text(write_toml(recipe))
+    capsys.readouterr()
+    assert cli.main(["eval", str(copy), "--loops", "1"]) == 2
+    assert "are not those of the run" in capsys.readouterr().err
+
+
+def test_a_misspelt_separator_is_named(run, tmp_path, capsys):
+    text = tmp_path / "stories.txt"
+    text.write_text("alpha beta\n<|endoftext|>\ngamma\n")
+    options = ("--val-data", str(text), "--loops", "1", "--separator")
+    held_out(run, tmp_path / "one", *options, "<|endoftex|>")
+    assert "'<|endoftex|>' splits the file nowhere. Is it misspelt?" in capsys.readouterr().out
+    held_out(run, tmp_path / "two", *options, "<|endoftext|>")
+    printed = capsys.readouterr().out
+    assert "stories.txt, 2 documents" in printed
+    assert "misspelt" not in printed
 
 
 def test_a_separator_needs_a_file_of_texts(run, capsys):
     assert cli.main(["eval", str(run), "--separator", "<|endoftext|>"]) == 2
-    assert "Give it with val_data" in capsys.readouterr().err
+    assert "Give it with --val-data" in capsys.readouterr().err
 
 
 def test_damaged_rows_and_settings_do_not_change_the_loss(run, tmp_path, capsys):

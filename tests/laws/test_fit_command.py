@@ -125,7 +125,7 @@ def test_answers_as_tables_and_as_json(folder, capsys):
     [
         ([], "no question given"),
         (["--tolerance", "0.1"], "no question given"),
-        (["--flops", "1e19", "--test-loops", "4"], "Give loops and tokens"),
+        (["--flops", "1e19", "--test-loops", "4"], "Give --loops and --tokens"),
         (["--flops", "1e19", "--loops", "8"], "loops: loops and tokens describe a run together"),
         (["--flops", "1e19", "--tokens", "1e9"], "tokens: loops and tokens describe a run"),
         (["--flops", "-1"], "must be above 0"),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from parcae.experiments.paper_runs import cost, paper_table
+from parcae.laws import optimise
 from parcae.laws.fit import fit
+from parcae.laws.forms import UNIFIED_GAMMA
 from parcae.laws.model_runs import assign_sets, cost_model_from, group_budgets, runs_of_model
 from parcae.laws.table import SETS, FitError, Table, TableError, table_from_rows
 
@@ -221,6 +223,21 @@ def test_what_the_training_law_lacks_the_unified_one_lacks_too():
     assert "4 points cannot determine 5 parameters" in model.not_fitted["training"]
     assert model.not_fitted["unified"] == model.not_fitted["training"]
     assert model.test_time.forms
+
+
+@pytest.mark.slow
+def test_a_conditioning_without_a_fit_costs_no_other(monkeypatch):
+    def fit_law(law, *arguments, **options):
+        if law is UNIFIED_GAMMA:
+            raise FitError("gamma without bound.")
+        return optimise.fit_law(law, *arguments, **options)
+
+    monkeypatch.setattr("parcae.laws.fit.fit_law", fit_law)
+    model = fit_rows(rows_of(test_loops=(1, 2, 4, 6, 8)))
+    assert model.not_fitted["unified-gamma"] == "gamma without bound."
+    assert "unified" not in model.not_fitted
+    assert model.laws["unified"].values["Z"] == pytest.approx(0.8, rel=0.1)
+    assert [row.formula for row in model.conditionings] == ["Z exp(-z T / μ)", "Z exp(-z T)"]
 
 
 @pytest.mark.slow

@@ -175,8 +175,10 @@ def test_what_was_not_fitted_says_why(model):
     assert str(caught.value) == f"{model.model}: the law 'training' was not fitted. Too few runs."
 
 
-def test_a_fit_may_be_named_by_its_folder(path, result):
+def test_a_fit_may_be_named_by_its_folder_or_its_sweep(path, tmp_path):
     assert read_fit(path.parent).keys() == read_fit(path).keys()
+    (tmp_path / "fit").symlink_to(path.parent)
+    assert read_fit(tmp_path).keys() == read_fit(path).keys()
 
 
 def test_a_model_is_chosen_or_named(path):

@@ -115,7 +115,7 @@ def test_scores_of_an_older_checkpoint_are_named(tmp_path):
 def test_folders_that_cannot_be_compared(tmp_path):
     with pytest.raises(FileError, match="no such folder"):
         parcae.compare(tmp_path / "nowhere")
-    with pytest.raises(FileError, match=r"result\.json: no such file"):
+    with pytest.raises(FileError, match=r"missing\. Give the folder of a run or an evaluation"):
         parcae.compare(tmp_path)
     with pytest.raises(ConfigError, match="none is given"):
         parcae.compare()

@@ -231,10 +231,16 @@ def test_the_last_step_of_a_log_that_is_being_written(tmp_path):
 
 def test_a_path_that_is_not_a_run(run, tmp_path):
     """One message for every command that needs a run, and for those that need a model."""
+    collection = tmp_path / "collection"
+    for name in "ba":
+        (collection / name).mkdir(parents=True)
+        (collection / name / RECIPE_FILE).touch()
     for path, problem in {
         tmp_path / "none": "no such folder",
         tmp_path: "not a run: recipe.toml is missing",
         checkpoint_path(run, 9): f"not a run, but a part of {run}",
+        checkpoint_path(run, 9) / STATE_FILE: "a file, not a folder",
+        collection: f"not a run, but a folder with runs such as {collection / 'a'}",
     }.items():
         with pytest.raises(FileError, match=re.escape(f"{path}: {problem}. Give a folder that")):
             find_run(path)

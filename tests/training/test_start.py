@@ -11,6 +11,8 @@ import torch
 import parcae
 from parcae import cli
 from parcae.config import ConfigError
+from parcae.data.shards import ShardedDocuments
+from parcae.data.sources import SPLITS
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import totals_by_loops
 from parcae.files import FileError, sha256
@@ -67,6 +69,14 @@ def test_optimiser_schedule_and_data_are_new(base, tuned):
     assert recipe.model.loop.backprop_loops == 2
     own, its = (Tokenizer.load(run / "tokenizer.json") for run in (base, tuned.folder))
     assert own.sha256 == its.sha256
+
+
+def test_a_plan_counts_tokens_with_the_tokenizer_of_the_weights(base, tuned, tables):
+    planned = parcae.plan(tables, device_flops=1e12, start={"checkpoint": str(base)})
+    shards = tuned.folder / "data" / "0"
+    exact = sum(ShardedDocuments.open(shards, split).lengths.sum() for split in SPLITS)
+    exact *= 1 - tables["data"]["validation_fraction"]
+    assert planned.data[0].tokens == pytest.approx(exact, rel=0.05)
 
 
 def test_the_source_is_recorded_and_shown(base, tuned, tables, capsys):

@@ -159,11 +159,13 @@ def test_the_training_loss_is_the_mean_of_the_last_steps(text, tmp_path):
 def test_a_slow_first_step_is_announced(peak, compiled, said, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "peak_flops", lambda *_: peak)
     monkeypatch.setattr(LoopedModel, "compile_layers", lambda self: None)
-    recipe = runs.recipe(text, budget={"steps": 1}, run={**QUIET, "compile": compiled})
+    budget = {"steps": 1, "max_minutes": 1}
+    recipe = runs.recipe(text, budget=budget, run={**QUIET, "compile": compiled})
     train(recipe, tmp_path / "run")
     out = capsys.readouterr().out
     notes = ("A step takes about", "include compilation")
     assert [note for note in notes if note in out] == ([said] if said else [])
+    assert ("That is the whole budget" in out) == (said == "A step takes about")
 
 
 @pytest.mark.slow

@@ -174,9 +174,14 @@ def _print_prepared(prepared: PreparedFolder) -> None:
             f"{skipped['held_out']:,} that are also in the validation sources."
         )
     if not next(row["documents"] for row in splits if row["split"] == "validation"):
-        console.err.print(
-            "No documents are held out for validation. Increase --validation-fraction to hold "
-            "some out."
+        remedy = "Increase --validation-fraction to hold some out."
+        if prepared.documents_read == 1:
+            remedy = (
+                "The source is one document: split it with --separator or --document-start, or "
+                "hold out other texts with --validation."
+            )
+        console.print_text(
+            f"No documents are held out for validation. {remedy}", console=console.err
         )
 
 

@@ -70,10 +70,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import parcae
     from parcae.files import lock_folder
+    from parcae.laws.fit import SWEEP_FOLDER
     from parcae.laws.table import as_table
 
     table = as_table(arguments.table)
-    in_sweep = arguments.table / "fit" if arguments.table.is_dir() else Path("out/fit")
+    in_sweep = arguments.table / SWEEP_FOLDER if arguments.table.is_dir() else Path("out/fit")
     out = arguments.out or in_sweep
     with lock_folder(out), _progress_bar(table) as progress:
         result = parcae.fit(

@@ -180,7 +180,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="print one JSON object (default: stream the text)",
     )
-    parser.set_defaults(run=run, takes_settings=True)
+    parser.set_defaults(run=run, takes_rest=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

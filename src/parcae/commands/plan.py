@@ -21,6 +21,11 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="recipe file, or the name of a recipe that comes with parcae",
     )
     parser.add_argument(
+        "--start-from",
+        metavar="CHECKPOINT",
+        help="run, checkpoint or model folder whose weights the run starts from (default: none)",
+    )
+    parser.add_argument(
         "--devices", type=int, default=1, metavar="N", help="number of devices (default: 1)"
     )
     parser.add_argument(
@@ -46,10 +51,13 @@ def run(arguments: argparse.Namespace) -> int:
     import json
 
     from parcae import console
-    from parcae.recipe import parse_flags
+    from parcae.recipe import merge, parse_flags
     from parcae.training.settings import resolve_recipe
 
-    recipe = resolve_recipe(arguments.recipe, parse_flags(arguments.settings))
+    overrides = parse_flags(arguments.settings)
+    if arguments.start_from is not None:
+        overrides = merge(overrides, {"start": {"checkpoint": arguments.start_from}})
+    recipe = resolve_recipe(arguments.recipe, overrides)
 
     from parcae.training.plan import plan  # imports torch: errors of the recipe come first
 

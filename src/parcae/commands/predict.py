@@ -31,7 +31,7 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("fit", type=Path, metavar="FIT", help="fit.json of `parcae fit`, or its folder")
+    add("fit", type=Path, metavar="FIT", help="fit.json of `parcae fit`, its folder, or a sweep")
     add("--model", help="name of the model (default: the only one with laws)")
     add("--flops", type=float, metavar="C", help="training budget in FLOPs (default: none)")
     add("--loss", type=float, metavar="L", help="loss to reach, in nats (default: none)")

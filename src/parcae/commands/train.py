@@ -54,6 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"both {source} and --resume {resumed} are given; a resumed run has its own recipe",
         remedy,
     )
+    if source is not None and Path(source).is_dir():
+        remedy = f"Name a .toml file, or continue the run in it with --resume {source}."
+        raise ConfigError(f"{source}: a folder, not a recipe. {remedy}")
     overrides = parse_flags(arguments.settings)
     if resumed is not None:
         message = "a resumed run stays in its folder"

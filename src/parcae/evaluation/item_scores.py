@@ -133,7 +133,8 @@ def _evaluation(
         latest[key] = record
     by_task: dict[str, list[Record]] = defaultdict(list)
     for record in latest.values():
-        by_task[record["task"]].append(_at_all_loops(record, loops))
+        if _data_of(result, record["task"]) in (None, record["data"]):
+            by_task[record["task"]].append(_at_all_loops(record, loops))
     items = {
         task: dict(_items(of_task, _window_count(result, task), len(loops)))
         for task, of_task in by_task.items()
@@ -178,12 +179,19 @@ def _read_samples(folder: Path) -> Iterator[Record]:
                 raise FileError(f"{path}: line {number} is damaged. {REMEDY}") from None
 
 
+def _data_of(result: Mapping[str, Any], task: str) -> str | None:
+    """The data of a text in the last evaluation, as its samples name it; None for other tasks.
+
+    Samples of another text, such as an earlier `val_data`, are not of this evaluation."""
+    suite = result["suites"].get(task) or {}
+    digest = suite.get("fingerprint", suite.get("sha256"))
+    return None if digest is None else digest[:12]
+
+
 def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:
     """The data of a text and the number of its windows."""
-    suite = result["suites"].get(task)
-    if not suite or "sha256" not in suite:
-        return None
-    return suite.get("fingerprint", suite["sha256"])[:12], suite["scored"]
+    data = _data_of(result, task)
+    return None if data is None else (data, result["suites"][task].get("scored", 0))
 
 
 def _items(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
-from parcae.data.shards import ShardedDocuments, read_manifest
+from parcae.data.shards import MANIFEST, ShardedDocuments, fingerprint, read_manifest
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.metrics import bits_per_byte, perplexity
@@ -224,7 +224,7 @@ class HeldOutRows:
         return without_diverged(record, [i for i, n in enumerate(nats) if not math.isfinite(n)])
 
     def describe(self, records: Sequence[Record]) -> dict[str, Any]:
-        return {"rows": sum(self.rows)}
+        return {"rows": sum(self.rows), "fingerprint": self.fingerprint}
 
     def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
         nats, text_nats = (
@@ -247,13 +247,26 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
         data, context = recorded["data"], recorded["model"]["context_length"]
         rows = recorded["run"]["validation_rows"] if limit is None else limit
         packing, split_long = data["packing"], data["split_long"]
+        held_out = state and [source["validation"] for source in state["sources"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{run / RECIPE_FILE}: {error} is missing. {VAL_REMEDY}") from None
     tokenizer = Tokenizer.load(find_tokenizer(run))
     folders = shard_folders(run, sources)
-    for folder in folders:
+    for source, folder in zip(sources, folders, strict=True):
+        if not (folder / MANIFEST).exists():
+            raise FileError(
+                f"{source}: no such folder of shards. {run} holds out rows of it. If it was moved, "
+                f"write its new path into data.sources of {run / RECIPE_FILE}, or score a file of "
+                "held-out texts with `val_data`."
+            )
         if read_manifest(folder)["tokenizer"]["sha256"] != tokenizer.sha256:
             raise FileError(f"{folder}: its tokenizer is not that of {run}. {VAL_REMEDY}")
+    documents = [fingerprint(read_manifest(folder), "validation") for folder in folders]
+    if held_out not in (None, documents):
+        raise FileError(
+            f"{run / RECIPE_FILE}: the held-out documents of data.sources are not those of the "
+            f"run. {VAL_REMEDY}"
+        )
     folders = with_held_out_rows(folders, context)
     if not folders:
         raise FileError(f"{run}: its data holds out less than one row. {VAL_REMEDY}")

@@ -166,6 +166,9 @@ class RunningText(PromptJob):
             "bytes": self.bytes[document] if is_first else 0,
         }
 
+    def describe(self, records: Sequence[Record]) -> dict[str, Any]:
+        return {**super().describe(records), "documents": len(self.bytes)}
+
     def summarise(self, records: Sequence[Record], depth_index: int) -> dict[str, Any]:
         nats = math.fsum(record["nats"][depth_index] for record in records)
         tokens, words, size = (

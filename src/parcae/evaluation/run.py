@@ -138,7 +138,7 @@ def evaluate(
             value is None or val_data is not None,
             name,
             f"{value!r}, but there is no file of texts",
-            "Give it with val_data; the rows of a run are separated already.",
+            "Give it with `val_data`; the rows of a run are separated already.",
         )
     options = SuiteOptions(
         data=None if task_data is None else Path(task_data),
@@ -198,6 +198,8 @@ def _evaluate(
     report: Report,
     start: float,
 ) -> EvaluationResult:
+    # Opened before earlier results are dropped: their data may be missing or damaged.
+    suites: dict[str, Suite] = {name: SUITES[name].open(options, scorer) for name in names}
     if overwrite and folder is not None:
         _drop_results(folder)
     settings = {
@@ -208,7 +210,6 @@ def _evaluate(
         "loops": list(scorer.loops),
     }
     samples = Samples(folder, settings, overwrite)
-    suites: dict[str, Suite] = {name: SUITES[name].open(options, scorer) for name in names}
     jobs = [job for suite in suites.values() for job in suite.jobs]
     try:
         _score(jobs, scorer, samples, report)

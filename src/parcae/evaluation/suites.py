@@ -187,8 +187,8 @@ def check_data(names: Sequence[str], folder: Path | None) -> None:
         return
     if folder is None:
         raise ConfigError(
-            f"task_data: {', '.join(reading)} need task files. Give their folder with `task_data`; "
-            "`parcae data download core --out FOLDER` creates one."
+            f"task_data: no folder of task files for {', '.join(reading)}. Give it with "
+            "`task_data`; `parcae data download core --out FOLDER` creates one."
         )
     if not folder.is_dir():
         raise FileError(

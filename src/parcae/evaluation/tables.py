@@ -165,6 +165,8 @@ def _text_table(name: str, suite: Tree, result: EvaluationResult) -> Table:
     title = SUITES[name].title
     if "file" in suite:
         title += f": {Path(suite['file']).name}"
+        if "documents" in suite:
+            title += f", {console.format_items(suite['documents'], 'document')}"
     elif "rows" in suite:
         title += f": {console.format_items(suite['rows'], 'row')}"
     elif not rows:
@@ -185,6 +187,10 @@ def notes(result: EvaluationResult) -> list[str]:
     ]
     if diverged:
         lines.append(f"No score, because the model diverged: T={', '.join(diverged)}.")
+    for suite in suites:
+        for name in {"separator", "document_start"} & suite.keys():
+            if suite.get("documents") == 1 and result.limit != 1:
+                lines.append(f"{name}: {suite[name]!r} splits the file nowhere. Is it misspelt?")
     if result.limit is not None:
         lines.append(f"Limited to {console.format_items(result.limit, 'item')} of each task.")
     if missing := sorted({name for suite in suites for name in suite.get("missing", ())}):

@@ -44,6 +44,8 @@ STEPS_PER_MODEL = 5
 MIN_BOOTSTRAP_SAMPLES = 20
 FORMAT = 3
 FIT_FILE, SUMMARY_FILE, PAGE_FILE = "fit.json", "summary.md", "laws.html"
+SWEEP_FOLDER = "fit"
+"""Where the files are in the folder of a sweep."""
 DIGITS = 9
 """Significant digits of saved bootstrap samples: far below their spread."""
 REMEDY = "Write it again with `parcae fit`."
@@ -295,13 +297,15 @@ def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
     search = settings.search(settings.unified_starts)
     end_to_end = runs.curves(runs.held_out() & runs.in_set("end-to-end"), 2)
     for law in forms.CONDITIONINGS:
-        joint = fit_law(law, points, search)
-        frozen = fit_law(law, points, search, frozen=training)
-        model.conditionings.append(loop_curves.conditioning(joint, frozen, end_to_end))
-        samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
-        model.laws[law.name], messages = assess(joint, samples, settings.seed)
-        model.warnings += messages
-        model.laws[f"{law.name}/frozen"], _ = assess(frozen, 0, settings.seed)
+        with _note_reason(model, law.name):
+            joint = fit_law(law, points, search)
+            frozen = fit_law(law, points, search, frozen=training)
+            samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
+            result, messages = assess(joint, samples, settings.seed)
+            model.laws[law.name] = result
+            model.laws[f"{law.name}/frozen"], _ = assess(frozen, 0, settings.seed)
+            model.conditionings.append(loop_curves.conditioning(joint, frozen, end_to_end))
+            model.warnings += messages
 
 
 def _tree(result: FitResult) -> dict[str, Any]:
@@ -353,9 +357,13 @@ def to_plain(value: Any) -> Any:
 
 
 def read_fit(path: str | Path) -> dict[str, ModelLaws]:
-    """The models of a fit.json, or of the folder that contains it, by name."""
+    """The models of a fit.json, of the folder that contains it, or of a fitted sweep, by name."""
     path = Path(path)
-    path = path / FIT_FILE if path.is_dir() else path
+    if path.is_dir():
+        in_sweep = path / SWEEP_FOLDER / FIT_FILE
+        path = in_sweep if in_sweep.exists() else path / FIT_FILE
+    if not path.exists():
+        raise FileError(f"{path}: no such file. Write it with `parcae fit TABLE`.")
     tree = read_sealed(path, REMEDY)
     if tree.get("format") != FORMAT:
         raise FileError(f"{path}: format {tree.get('format')!r}, expected {FORMAT}. {REMEDY}")

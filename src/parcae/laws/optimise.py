@@ -322,6 +322,6 @@ def _check_finite(law: Law, values: Mapping[str, float]) -> None:
     infinite = [name for name, value in values.items() if not math.isfinite(value)]
     if infinite:
         raise FitError(
-            f"{law.formula}: {' and '.join(infinite)} grow without bound: the points do not "
-            "determine them. Add runs that differ more in parameters and tokens."
+            f"{law.formula}: no finite {' and '.join(infinite)}: the points do not determine "
+            "this law. Add runs that differ more in parameters, tokens and test_loops."
         )

@@ -132,10 +132,11 @@ def predict(
         not (flops is None and loss is None and run is None),
         "predict",
         "no question given",
-        "Give flops, loss, or loops with tokens.",
+        "Give `flops`, `loss`, or `loops` with `tokens`.",
     )
     for name, value in {"test_loops": test_loops, "tolerance": tolerance}.items():
-        require(value is None or run is not None, name, "needs a run", "Give loops and tokens.")
+        remedy = "Give `loops` and `tokens`."
+        require(value is None or run is not None, name, "needs a run", remedy)
     laws = choose_model(models, model)
     return Prediction(
         model=laws.model,

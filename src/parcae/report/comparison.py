@@ -22,7 +22,7 @@ from parcae.evaluation.results import RESULT, EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.files import FileError
 from parcae.report.runs import Run, distinct_names, note_on_validation, read_run
-from parcae.runs.layout import EVALUATION_FOLDER, RECIPE_FILE, list_steps, step_of
+from parcae.runs.layout import EVALUATION_FOLDER, RECIPE_FILE, find_run, list_steps, step_of
 from parcae.tables import Best, Format, format_table
 
 Loops = int | Sequence[int] | Literal["each"] | None
@@ -156,8 +156,9 @@ def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:
         for run in runs
     ]
     for source, folder in zip(runs, folders, strict=True):
-        if not isinstance(source, EvaluationResult) and not folder.is_dir():
-            raise FileError(f"{folder}: no such folder. Give the folder of a run or an evaluation.")
+        results = (folder / RESULT, folder / EVALUATION_FOLDER / RESULT)
+        if not isinstance(source, EvaluationResult) and not any(p.exists() for p in results):
+            find_run(folder, "the folder of a run or an evaluation")
     owners = [_run_of_evaluation(folder) for folder in folders]
     names = distinct_names([owner.resolve() for owner in owners])
     compared = []

@@ -315,7 +315,8 @@ LOOP: tuple[Draw, ...] = (
         "Spectral radius of the transition",
         "spectral radius",
         "spectral_radius",
-        "Below the red line at 1 the linear part of the loop is stable for every input.",
+        "Below 1, a red line where it is in view, the linear part of the loop is stable for every "
+        "input.",
         telemetry=True,
     ),
     several_over_training(

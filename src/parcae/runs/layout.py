@@ -102,10 +102,14 @@ def find_run(path: str | Path, expected: str = "a folder that `parcae train` has
     path = Path(path)
     if (path / RECIPE_FILE).is_file():
         return path
-    if not path.is_dir():
+    if path.is_file():
+        problem = "a file, not a folder"
+    elif not path.is_dir():
         problem = "no such folder"
     elif (run := run_of(path)) is not None:
         problem = f"not a run, but a part of {run}"
+    elif runs := sorted(path.glob(f"*/{RECIPE_FILE}")):
+        problem = f"not a run, but a folder with runs such as {runs[0].parent}"
     else:
         problem = f"not a run: {RECIPE_FILE} is missing"
     raise FileError(f"{path}: {problem}. Give {expected}.")

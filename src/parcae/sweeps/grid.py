@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from parcae.config import ConfigError, ModelConfig, require
+from parcae.console import format_flops
 from parcae.model import flops as count
 from parcae.presets import PRESETS
 from parcae.recipe import merge
@@ -297,7 +298,8 @@ def _check_length(run: PlannedRun) -> None:
         require(
             budget.flops >= least,
             "flops",
-            f"{budget.flops:g} FLOPs are less than one step of {run.name} takes ({least:.3g})",
+            f"{format_flops(budget.flops)} FLOPs are less than one step of {run.name} takes "
+            f"({format_flops(least)})",
             f"Use a larger budget, {smaller}.",
         )
     if budget.tokens is not None:

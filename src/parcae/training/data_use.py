@@ -18,6 +18,7 @@ from parcae.data.readers import bytes_read, read_documents
 from parcae.data.shards import MANIFEST, ShardedDocuments
 from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
+from parcae.runs import find_checkpoint, find_tokenizer
 from parcae.training.schedule import total_steps
 from parcae.training.settings import Recipe
 
@@ -157,9 +158,11 @@ def _estimated_lengths(recipe: Recipe, source: str) -> tuple[np.ndarray, float]:
         done = read_until(document)
         if sizes and done >= SAMPLE_BYTES:
             break
-    ratio = BYTES_PER_TOKEN
-    if recipe.data.tokenizer is not None and start:
-        tokens = Tokenizer.load(recipe.data.tokenizer).encode(start)
+    ratio, tokenizer = BYTES_PER_TOKEN, recipe.data.tokenizer
+    if recipe.start.checkpoint is not None:
+        tokenizer = find_tokenizer(find_checkpoint(recipe.start.checkpoint))
+    if tokenizer is not None and start:
+        tokens = Tokenizer.load(tokenizer).encode(start)
         ratio = len(start.encode()) / len(tokens)
     lengths = 1 + np.ceil(np.array(sizes) / ratio).astype(np.int64)
     return lengths, min(1.0, max(done, 1.0) / total)

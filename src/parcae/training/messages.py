@@ -43,8 +43,8 @@ def start_messages(
     if not learner.can_validate:
         yield (
             "The held-out documents do not fill a row, so there is no validation. Increase "
-            "data.validation_fraction; a text file is one document unless data.separator "
-            "splits it."
+            "data.validation_fraction; a text file is one document unless data.separator or "
+            "data.document_start splits it."
         )
 
 
@@ -85,6 +85,9 @@ def _first_step(learner: Learner, peak: float | None) -> str:
             f"{console.format_flops(flops_per_step(recipe))} FLOPs at {UTILISATION:.0%} of "
             f"{console.format_si(peak * size, 'FLOP/s')}."
         )
+        minutes = recipe.budget.clock_minutes
+        if minutes is not None and seconds > 60 * minutes:
+            notes.append("That is the whole budget: use a smaller data.global_batch.")
     if recipe.run.compile:
         notes.append("The first steps include compilation, which may take minutes.")
     return " ".join(notes)

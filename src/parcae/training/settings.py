@@ -20,7 +20,7 @@ from typing import Any, Literal
 from parcae.config import MAX_CONTEXT, MAX_LOOPS, ConfigError, ModelConfig
 from parcae.data.sources import ReadOptions
 from parcae.presets import model_from_table
-from parcae.recipe import build, check_tables, from_file, merge, recipe_path, to_dict
+from parcae.recipe import build, check_tables, flatten, from_file, merge, recipe_path, to_dict
 from parcae.registry import OPTIMISERS
 from parcae.schema import Described, Settings, describe, require, setting
 
@@ -324,11 +324,13 @@ def all_settings() -> Iterator[Described]:
 def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     """A recipe from merged tables; see `parcae.recipe` for reading and merging them."""
     check_tables(tree, TABLES)
+    _check_places(tree)
     start = build(StartConfig, tree.get("start", {}))
     from_weights = start.checkpoint is not None and start.sha256 is None
     for name in ("data", "budget") if from_weights else ("model", "data", "budget"):
         if name not in tree:
-            raise ConfigError(f"{name}: a recipe for training needs this table.")
+            remedy = "Add it." if name != "model" else "Add it, or give weights with `start_from`."
+            raise ConfigError(f"{name}: a recipe for training needs this table. {remedy}")
     parts = {part.table: build(part, tree[part.table]) for part in PARTS if part.table in tree}
     if from_weights:
         from parcae.training.start import model_from_weights
@@ -337,6 +339,18 @@ def recipe_from_tree(tree: Mapping[str, Any]) -> Recipe:
     else:
         model = model_from_table(tree["model"])
     return Recipe(model=model, **parts)  # pyright: ignore[reportArgumentType]
+
+
+def _check_places(tree: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a setting that stands in the wrong table, and name the right one."""
+    known = [(entry.table.table, entry.name) for entry in all_settings()]
+    tables = {table for table, _ in known}
+    for key in flatten(tree):
+        table, _, name = key.rpartition(".")
+        if table in tables and (table, name) not in known:
+            others = sorted((other for other, same in known if same == name), key=len)
+            if others:
+                raise ConfigError(f"{key}: no such key. Did you mean {others[0]}.{name}?")
 
 
 def with_flags(tree: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
