@@ -101,6 +101,7 @@ def test_bodies_are_json_of_limited_size():
         large = b'{"prompt": "' + b"a" * 3000 + b'"}'
         assert status(large) == 413
         assert status(iter([large[:1500], large[1500:]])) == 413, "without a length"
+        assert status(b"{}", **{"Content-Length": "9" * 5000}) == 413
         assert status(b"{}", **{"Content-Type": "text/plain"}) == 415
         for broken in (b"", b"{", b"[" * 1900, b'{"prompt": NaN}', b'{"n": ' + b"1" * 1900 + b"}"):
             assert status(broken) == 400, broken[:20]
