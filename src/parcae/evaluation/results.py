@@ -164,9 +164,10 @@ class Samples:
                 record = parse_record(line)
                 group = (record["task"], record["seed"], record["data"])
                 index, loops = int(record["index"]), tuple(map(int, record["loops"]))
-            except (ValueError, KeyError, TypeError):
+                known = self._lines[group], self._loops[group]
+            except (ValueError, KeyError, TypeError, ArithmeticError):
                 raise FileError(f"{path}: line {number} is damaged. {remedy}") from None
-            self._lines[group][index], self._loops[group][index] = line, loops
+            known[0][index], known[1][index] = line, loops
 
     def missing(self, job: Job, loops: Sequence[int]) -> dict[tuple[int, ...], set[int]]:
         """The items of a job without a record at some of `loops`, by these."""
@@ -229,7 +230,10 @@ def format_record(record: Record) -> str:
 def parse_record(line: str) -> Record:
     """What `format_record` wrote, or an earlier version, without a checksum; ValueError if it was
     changed."""
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict) or record.pop("crc32", None) not in (None, _checksum(record)):
         raise ValueError("its checksum differs")
     return record
