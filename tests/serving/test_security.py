@@ -105,6 +105,8 @@ def test_bodies_are_json_of_limited_size():
         assert status(b"{}", **{"Content-Type": "text/plain"}) == 415
         for broken in (b"", b"{", b"[" * 1900, b'{"prompt": NaN}', b'{"n": ' + b"1" * 1900 + b"}"):
             assert status(broken) == 400, broken[:20]
+        for broken in (rb'{"\ud800": 1}', b'{"\xed\xa0\x80": 1}', b'{"prompt": "\xff"}'):
+            assert status(broken) == 400, broken
 
 
 def test_every_answer_has_the_headers_and_pages_run_no_other_code(guarded):
