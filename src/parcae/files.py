@@ -105,6 +105,13 @@ def interpreting(
         ) from error
 
 
+def number(value: Any) -> Any:
+    """A value of a file that must be a number; TypeError if it is not."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r:.100} is not a number")
+    return value
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; on success it is flushed to disk and renamed to `path`.
