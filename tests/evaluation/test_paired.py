@@ -194,6 +194,7 @@ def test_folders_that_are_not_evaluations(tmp_path):
         '{"task": [], "seed": 1, "data": "d", "index": 0, "loops": [1, 4], "credit": [1, 1]}',
         '{"task": "a", "seed": 1, "data": "d", "index": 1e999, "loops": [1, 4], "credit": [1, 1]}',
         '{"task": "a", "seed": 1, "data": "d", "index": 0, "loops": [1e999], "credit": [1]}',
+        '{"task": "a", "seed": "1", "data": "d", "index": 0, "loops": [1, 4], "credit": [1, 1]}',
     ],
 )
 def test_samples_that_are_not(line, tmp_path):

@@ -164,10 +164,11 @@ class Samples:
                 record = parse_record(line)
                 group = (record["task"], record["seed"], record["data"])
                 index, loops = int(record["index"]), tuple(map(int, record["loops"]))
-                known = self._lines[group], self._loops[group]
+                if [*map(type, group)] not in ([str, int, str], [str, type(None), str]):
+                    raise TypeError(group)
             except (ValueError, KeyError, TypeError, ArithmeticError):
                 raise FileError(f"{path}: line {number} is damaged. {remedy}") from None
-            known[0][index], known[1][index] = line, loops
+            self._lines[group][index], self._loops[group][index] = line, loops
 
     def missing(self, job: Job, loops: Sequence[int]) -> dict[tuple[int, ...], set[int]]:
         """The items of a job without a record at some of `loops`, by these."""
