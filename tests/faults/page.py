@@ -73,7 +73,7 @@ def fuzz(tree: dict[str, Any]) -> str:
     failures = sum(entry["failures"] for entry in tree["readers"].values())
     return (
         f"{total:,} cases, {failures} failures, on {tree['machine']}:\n\n"
-        f"{table(('reader', 'cases', 'failures', 'seconds'), rows)}"
+        f"{table(('reader', 'cases', 'failures', 'seconds of CPU time'), rows)}"
     )
 
 

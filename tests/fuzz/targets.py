@@ -107,8 +107,7 @@ def write_recipe(folder: Path) -> None:
     (folder / "recipe.toml").write_text(write_toml(tree))
 
 
-def read_recipe(folder: Path) -> None:
-    recipe_from_file(folder / "recipe.toml")
+def read_sweep_recipe(folder: Path) -> None:
     plan_sweep(read_toml(folder / "recipe.toml"), Grid(mean_loops=(1, 2)))
 
 
@@ -579,7 +578,10 @@ TEXT_GZ = change.compressed(change.flip_bytes, gzip.compress, gzip.decompress)
 TEXT_ZST = change.compressed(change.flip_bytes, zstandard.compress, zstandard.decompress)
 
 TARGETS = (
-    Target("recipe", write_recipe, read_recipe, {"recipe.toml": change.toml_file}, 3),
+    Target("recipe", write_recipe, lambda f: recipe_from_file(f / "recipe.toml"),
+           {"recipe.toml": change.toml_file}, 3),
+    Target("recipe of a sweep", write_recipe, read_sweep_recipe,
+           {"recipe.toml": change.toml_file}, 0.3),
     Target("flags", write_flags, read_flags, {"flags": change.flip_bytes}, 3),
     Target("documents", write_documents, read_sources,
            {"a.jsonl": change.json_lines, "b.txt": change.flip_bytes,
@@ -624,7 +626,7 @@ TARGETS = (
     Target("fit", write_fit, read_fit, {"fit.json": change.sealed_file}, 0.2),
     Target("results", write_results, judge_results,
            {"results/prelude-norm.json": change.json_file, "results/notes.md": change.flip_bytes},
-           0.1, writes=True),
+           0.05, writes=True),
     Target("chat template", write_chat, read_chat,
            {"a/tokenizer_config.json": change.json_file,
             "b/chat_template.jinja": change.flip_bytes}, 1),
