@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -103,6 +104,11 @@ def _verify(corpora: Corpora, workers: Workers, display: Display) -> FileError |
     except FileError as error:
         return error
     return None
+
+
+def _loss(values: Mapping[str, Any]) -> Loss:
+    numbers: dict[str, Any] = {name: x and number(x) for name, x in values.items()}
+    return Loss(**numbers)
 
 
 class Trainer:
@@ -366,10 +372,7 @@ class Trainer:
         self.best_loss = math.inf if state["best_loss"] is None else number(state["best_loss"])
         self.recent_losses.extend(map(number, state["recent_losses"]))
         self.first_telemetry = state["first_telemetry"]
-        losses = {
-            int(t): Loss(**{name: x if x is None else number(x) for name, x in values.items()})
-            for t, values in state["validation"].items()
-        }
+        losses = {int(t): _loss(values) for t, values in state["validation"].items()}
         self.last_validation = (step, losses) if losses else None
 
     def _diagnose(self) -> str:
