@@ -36,7 +36,12 @@ from parcae.config import ConfigError
 from parcae.files import FileError
 
 SECONDS = 10
-"""A case that takes longer is taken for one that never ends."""
+"""Of CPU time. A case that takes longer, or ten times as long by the clock, is taken for one that
+never ends."""
+TIMERS = {
+    signal.ITIMER_PROF: (signal.SIGPROF, SECONDS),
+    signal.ITIMER_REAL: (signal.SIGALRM, 10 * SECONDS),
+}
 MEMORY = 512 << 20
 """Bytes by which the memory of the process may grow in a case."""
 ADDRESS_SPACE = 4 << 30
@@ -88,7 +93,7 @@ sys.dont_write_bytecode = True  # by modules that are imported in a case
 
 
 def _stop(*_: object) -> None:
-    raise Hang(f"more than {SECONDS} s")
+    raise Hang(f"more than {SECONDS} s of CPU time, or {10 * SECONDS} s")
 
 
 @contextlib.contextmanager
@@ -96,7 +101,7 @@ def limits() -> Iterator[None]:
     """Bound the address space, and turn the alarm into an error."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     before = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, _stop)
+    handlers = {number: signal.signal(number, _stop) for number, _ in TIMERS.values()}
     if pages:
         most = pages * os.sysconf("SC_PAGE_SIZE") + ADDRESS_SPACE
         resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
@@ -106,7 +111,8 @@ def limits() -> Iterator[None]:
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-        signal.signal(signal.SIGALRM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def run_case(target: Target, folder: Path, seed: int, case: int) -> str | None:
@@ -138,13 +144,15 @@ def _read(target: Target, folder: Path) -> str | None:
     global _active, _writable
     peak = _peak_memory()
     try:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        for timer, (_, seconds) in TIMERS.items():
+            signal.setitimer(timer, seconds)
         _active, _writable = True, str(folder) if target.writes else ""
         try:
             target.read(folder)
         finally:
             _active = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            for timer in TIMERS:
+                signal.setitimer(timer, 0)
     except (ConfigError, FileError) as error:
         if "\n" in str(error) or len(str(error)) > LONGEST_MESSAGE:
             return f"message of {len(str(error))} characters: {str(error)[:300]!r}"

@@ -108,7 +108,7 @@ def write_recipe(folder: Path) -> None:
 
 
 def read_sweep_recipe(folder: Path) -> None:
-    plan_sweep(read_toml(folder / "recipe.toml"), Grid(mean_loops=(1, 2)))
+    plan_sweep(read_toml(folder / "recipe.toml"), Grid(mean_loops=(2,)))
 
 
 def write_flags(folder: Path) -> None:
