@@ -121,8 +121,11 @@ class Recorder:
             stream.write(json.dumps(self.samples[-1]) + "\n")
 
 
-def judge(samples: list[Sample]) -> dict[str, Any]:
-    """A statistic of the second and of the last quarter, and what has grown between them."""
+def judge(samples: list[Sample], connections: int = 0) -> dict[str, Any]:
+    """A statistic of the second and of the last quarter, and what has grown between them.
+
+    `connections`: of clients, each of which may have a descriptor open whenever samples are taken.
+    """
     quarter = len(samples) // 4
     if quarter == 0:
         return {"samples": len(samples), "problems": ["too short to compare quarters"]}
@@ -136,6 +139,7 @@ def judge(samples: list[Sample]) -> dict[str, Any]:
         found[name] = {"of": statistic.__name__, "second quarter": before, "last quarter": after}
         limits = {
             "memory": before * MEMORY_GROWTH,
+            "descriptors": before + connections,
             "checkpoints": MOST_CHECKPOINTS,
             "disk": MOST_CHECKPOINTS * max(s.get("largest checkpoint", 0) for s in samples),
         }
@@ -233,7 +237,7 @@ def serve(folder: Path, minutes: float) -> dict[str, Any]:
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(120)
-    found = judge(recorder.samples)
+    found = judge(recorder.samples, CLIENTS)
     if code or record.errors or record.wrong:
         problem = f"exit code {code}, {record.errors} errors, {record.wrong} wrong texts"
         found["problems"].append(problem)

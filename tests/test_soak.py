@@ -46,5 +46,11 @@ def test_what_stays_is_growth(name, change):
     assert problem.startswith(f"{name} grew from ")
 
 
+def test_clients_may_be_connected():
+    taken = samples(descriptors=lambda n: 20 + 4 * (n > 500))
+    assert judge(taken, connections=4)["problems"] == []
+    assert judge(taken, connections=3)["problems"] == ["descriptors grew from 20 to 24"]
+
+
 def test_a_soak_that_is_too_short_shows_nothing():
     assert judge(samples()[:3])["problems"] == ["too short to compare quarters"]

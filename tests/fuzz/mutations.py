@@ -80,7 +80,9 @@ def change_tree(tree: Any, rng: random.Random) -> Any:
         else:
             other, name = rng.choice(places)
             if isinstance(node[key], int | float) and not isinstance(node[key], bool):
-                node[key] = node[key] * rng.choice((-1, 2, 1000, 0.5))
+                factor = rng.choice((-1, 2, 1000, 0.5))
+                is_huge = abs(node[key]) > 1e300  # an integer that no float can hold
+                node[key] *= 2 if is_huge else factor
             else:
                 node[key] = copy.deepcopy(other[name])
     return tree
