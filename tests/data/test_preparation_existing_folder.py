@@ -178,6 +178,7 @@ def test_the_output_is_no_source(tmp_path: Path, source: Path, tokenizer: Tokeni
     [
         lambda state: state.pop("parts"),
         lambda state: state.update(parts=[{}]),
+        lambda state: state.update(parts={}),
         lambda state: state.update(digests=[]),
         lambda state: state["parts"][0].update(behind=["0", 0, 0]),
         lambda state: state["parts"][0]["skipped"].update(empty=None),

@@ -218,6 +218,8 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
 
 def _intact_parts(folder: Path, parts: list[Part], report: Report) -> list[Part]:
     """The parts before the first one with a wrong checksum."""
+    if not isinstance(parts, list):
+        raise TypeError(f"parts is {shorten(parts)}")
     tokens = 0
     for index, part in enumerate(parts):
         _check_part(part)
