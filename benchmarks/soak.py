@@ -20,6 +20,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -42,6 +43,15 @@ WARM_UP_SECONDS = 20.0
 """Of requests before the first sample."""
 MEMORY_GROWTH = 1.02
 """More than this, from the second to the last quarter, is growth."""
+STATISTICS: dict[str, Callable[[list[float]], float]] = {
+    "memory": statistics.median,
+    "descriptors": min,
+    "threads": min,
+    "checkpoints": max,
+    "disk": max,
+}
+"""What is compared of each measurement: descriptors are open for a moment while a checkpoint is
+written or a request is answered, so that only their smallest number shows those that stay open."""
 KEPT_CHECKPOINTS = 3
 MOST_CHECKPOINTS = KEPT_CHECKPOINTS + 2
 """With the best one, and one that is being written or deleted."""
@@ -111,25 +121,31 @@ class Recorder:
             stream.write(json.dumps(self.samples[-1]) + "\n")
 
 
-def judge(samples: list[Sample]) -> dict[str, Any]:
-    """The largest value in the second and in the last quarter, and what has grown."""
+def judge(samples: list[Sample], connections: int = 0) -> dict[str, Any]:
+    """A statistic of the second and of the last quarter, and what has grown between them.
+
+    `connections`: of clients, each of which may have a descriptor open whenever samples are taken.
+    """
     quarter = len(samples) // 4
+    if quarter == 0:
+        return {"samples": len(samples), "problems": ["too short to compare quarters"]}
     second, last = samples[quarter : 2 * quarter], samples[-quarter:]
     found: dict[str, Any] = {"samples": len(samples), "seconds": samples[-1]["seconds"]}
-    grown = []
-    for name in ("memory", "descriptors", "threads", "checkpoints", "disk"):
-        if quarter == 0 or name not in samples[-1]:
+    problems = []
+    for name, statistic in STATISTICS.items():
+        if name not in samples[-1]:
             continue
-        before, after = (max(s[name] for s in part) for part in (second, last))
-        found[name] = {"second quarter": before, "last quarter": after}
+        before, after = (statistic([s[name] for s in part]) for part in (second, last))
+        found[name] = {"of": statistic.__name__, "second quarter": before, "last quarter": after}
         limits = {
             "memory": before * MEMORY_GROWTH,
+            "descriptors": before + connections,
             "checkpoints": MOST_CHECKPOINTS,
-            "disk": MOST_CHECKPOINTS * samples[-1].get("largest checkpoint", 0),
+            "disk": MOST_CHECKPOINTS * max(s.get("largest checkpoint", 0) for s in samples),
         }
         if after > limits.get(name, before):
-            grown.append(name)
-    return {**found, "grown": grown}
+            problems.append(f"{name} grew from {before} to {after}")
+    return {**found, "problems": problems}
 
 
 def watch(
@@ -179,11 +195,18 @@ def train(folder: Path, minutes: float) -> dict[str, Any]:
         while process.poll() is None and count_steps(run) < first + WARM_UP_STEPS:
             time.sleep(1)
         watch(process, recorder, 60 * minutes, run, evaluate)
+        ended_early = process.poll() is not None
     finally:
         process.terminate()
         code = process.wait(120)
-    counts = {"steps": count_steps(run), "evaluations": evaluations}
-    return {**judge(recorder.samples), "exit code": code, **counts}
+    found = judge(recorder.samples)
+    if code:
+        found["problems"].append(f"exit code {code}")
+    if evaluations["failed"]:
+        found["problems"].append(f"{evaluations['failed']} evaluations failed")
+    if ended_early:
+        found["problems"].append("training ended early")
+    return {**found, "steps": count_steps(run), "evaluations": evaluations}
 
 
 def count_steps(run: Path) -> int:
@@ -202,7 +225,10 @@ def serve(folder: Path, minutes: float) -> dict[str, Any]:
     requests = cases(run, 32, random.Random(0))
     process = parcae("serve", f"model={run}", "--port", "0", stdout=subprocess.PIPE)
     assert process.stdout is not None
-    url, record = process.stdout.readline().split()[2], Record()
+    url = process.stdout.readline().split()[2]
+    before = recorder.samples[-1] if recorder.samples else counts(Record())
+    record = Record(texts=before["texts"], wrong=before["wrong texts"])
+    record.answers.update(before["answers"])
     try:
         asyncio.run(load(url, requests, CLIENTS, WARM_UP_SECONDS, mixed=False))
         recorder.begin()
@@ -211,8 +237,15 @@ def serve(folder: Path, minutes: float) -> dict[str, Any]:
     finally:
         process.send_signal(signal.SIGTERM)
         code = process.wait(120)
-    answers = {"answers": dict(record.answers), "texts": record.texts, "wrong texts": record.wrong}
-    return {**judge(recorder.samples), "exit code": code, **answers}
+    found = judge(recorder.samples, CLIENTS)
+    if code or record.errors or record.wrong:
+        problem = f"exit code {code}, {record.errors} errors, {record.wrong} wrong texts"
+        found["problems"].append(problem)
+    return {**found, **counts(record)}
+
+
+def counts(record: Record) -> dict[str, Any]:
+    return {"texts": record.texts, "wrong texts": record.wrong, "answers": dict(record.answers)}
 
 
 async def _load(
@@ -224,7 +257,7 @@ async def _load(
     recorder: Recorder,
 ) -> None:
     clients = [_client(url, requests, record, until, n) for n in range(CLIENTS)]
-    await asyncio.gather(_samples(process, recorder, until), *clients)
+    await asyncio.gather(_samples(process, recorder, record, until), *clients)
 
 
 async def _client(url: str, requests: list[Case], record: Record, until: float, seed: int) -> None:
@@ -235,9 +268,11 @@ async def _client(url: str, requests: list[Case], record: Record, until: float, 
         await asyncio.sleep(rng.uniform(0, 2 * PAUSE))
 
 
-async def _samples(process: subprocess.Popen[str], recorder: Recorder, until: float) -> None:
+async def _samples(
+    process: subprocess.Popen[str], recorder: Recorder, record: Record, until: float
+) -> None:
     while time.monotonic() < until:
-        recorder.add(sample(process.pid, None))
+        recorder.add({**sample(process.pid, None), **counts(record)})
         await asyncio.sleep(SECONDS_BETWEEN_SAMPLES)
 
 
@@ -255,7 +290,7 @@ def main() -> int:
         tree = json.loads(path.read_text()) if path.exists() else {}
         tree |= {"machine": machine_name(), arguments.what: result}
         path.write_text(json.dumps(tree, indent=1) + "\n")
-    return 1 if result["grown"] or result["exit code"] or result.get("wrong texts") else 0
+    return 1 if result["problems"] else 0
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The same is tried with random changes in tests/fuzz.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -25,9 +26,14 @@ from parcae.config import ConfigError
 from parcae.data.inspection import inspect
 from parcae.data.preparation import prepare
 from parcae.data.shards import HEAD, ShardedDocuments
+from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
+from parcae.evaluation.jobs import DataFile
+from parcae.evaluation.perplexity import read_wikitext
+from parcae.evaluation.tasks import read_items
 from parcae.files import FileError
 from parcae.laws.summary import markdown
+from parcae.laws.table import read_table
 from parcae.runs import best_checkpoint, read_status
 from parcae.runs.checkpoints import verify_checkpoint, write_state
 from parcae.runs.layout import checkpoint_path
@@ -372,3 +378,48 @@ def test_no_command_runs_code_of_a_model(name, loading, tmp_path, monkeypatch, c
     assert loading(name, folder, folder) == 2
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith("parcae: ")
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_no_input(tmp_path):
+    """It would be waited for forever."""
+    names = ("tokenizer.json", "runs.csv", "runs.parquet", "tasks.jsonl", "text.txt", "merges.txt")
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "two").mkdir()
+    (tmp_path / "merges.txt").rename(tmp_path / "two" / "merges.txt")
+    (tmp_path / "two" / "vocab.json").write_text("{}")
+    for read, name in (
+        (Tokenizer.load, "tokenizer.json"),
+        (Tokenizer.load, "two"),
+        (read_table, "runs.csv"),
+        (read_table, "runs.parquet"),
+        (lambda path: read_items(path, "schema"), "tasks.jsonl"),
+        (lambda path: find_files([path]), "text.txt"),
+        (files.sha256, "text.txt"),
+    ):
+        with pytest.raises(FileError, match="a pipe or a device"):
+            read(tmp_path / name)
+
+
+def test_a_small_file_that_expands_to_a_large_one(tmp_path, monkeypatch):
+    path = tmp_path / "tasks.jsonl.gz"
+    path.write_bytes(gzip.compress(bytes(1 << 20)))
+    monkeypatch.setattr("parcae.evaluation.tasks.LARGEST_FILE", 1000)
+    for read in (lambda path: read_items(path, "schema"), read_wikitext):
+        with pytest.raises(FileError, match=r"tasks\.jsonl\.gz: more than 0 MiB of data"):
+            read(path)
+
+
+def test_a_compressed_file_that_ends_too_early(tmp_path):
+    path = tmp_path / "text.txt.gz"
+    path.write_bytes(gzip.compress(b"some words " * 99)[:-9])
+    for read in (read_wikitext, lambda path: DataFile(path, "test").sha256):
+        with pytest.raises(FileError, match="not a complete gzip file"):
+            read(path)
+
+
+def test_a_name_with_a_line_break_is_shown_in_one_line(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "a\nparcae: all is well.toml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "a\\nparcae: all is well.toml" in line

@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("PARCAE_DEBUG"):
             raise
         message = name_options(_one_line(error), arguments)
-        print(f"parcae: {printable(message)}", file=sys.stderr)
+        one_line = printable(message).replace("\n", "\\n")
+        print(f"parcae: {one_line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("parcae: stopped.", file=sys.stderr)

@@ -64,9 +64,14 @@ def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Turn an `OSError` while reading into a `FileError` that names the file."""
+def reading(path: str | Path, pipe: bool = False) -> Iterator[None]:
+    """Turn an `OSError` while reading into a `FileError` that names the file.
+
+    Unless `pipe`, a pipe or a device is refused, since its end might never come.
+    """
     try:
+        if not pipe:
+            check_regular(Path(path))
         yield
     except FileError:
         raise
@@ -93,10 +98,18 @@ def interpreting(
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else f"{error}"
+        reason = " ".join(reason.split())
         reason = reason if len(reason) < 300 else f"{reason[:300]}..."
         raise FileError(
             f"{path}: a value is missing or wrong ({reason}). {remedy}".strip()
-        ) from None
+        ) from error
+
+
+def number(value: Any) -> Any:
+    """A value of a file that must be a number; TypeError if it is not."""
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r:.100} is not a number")
+    return value
 
 
 @contextlib.contextmanager
@@ -198,7 +211,6 @@ def read_json(path: str | Path) -> Any:
     path = Path(path)
     try:
         with reading(path):
-            check_regular(path)
             value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
             check_nesting(value)
             return value

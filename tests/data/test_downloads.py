@@ -8,6 +8,7 @@ import json
 import random
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
@@ -22,7 +23,7 @@ from parcae.data.downloads import RemoteFile, download, resolve
 from parcae.data.preparation import prepare
 from parcae.data.sources import find_files
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError
+from parcae.files import FileError, write_sealed
 
 COMMIT = "c0ffee" + "0" * 34
 REPOSITORY = "someone/texts"
@@ -366,3 +367,29 @@ def test_names_and_mistakes(server: SmallHub, tmp_path: Path) -> None:
 def test_one_kind_of_file_is_fetched_and_no_metadata(server: SmallHub, tmp_path: Path) -> None:
     assert [file.path for file in fetch(server, tmp_path / "a").files] == sorted(documents(server))
     assert [f.path for f in fetch(server, tmp_path / "b", "notes").files] == ["notes/few.jsonl"]
+
+
+def test_no_file_leaves_the_folder(server: SmallHub, tmp_path: Path) -> None:
+    """Names come from the server, and later from the record in the folder."""
+    folder = tmp_path / "data"
+    server.files["../outside.parquet"] = b"planted"
+    with pytest.raises(FileError, match=r"'\.\./outside\.parquet' is named as a file of it"):
+        download(REPOSITORY, folder, endpoint=server.endpoint)
+    assert not (folder / downloads.RECORD).exists()
+    file = RemoteFile("../outside.parquet", 7, hashlib.sha256(b"planted").hexdigest())
+    dataset = downloads.Dataset(REPOSITORY, "", "main", COMMIT, (file,))
+    write_sealed(folder / downloads.RECORD, asdict(dataset))
+    with pytest.raises(FileError, match="is named as a file of it"):
+        download(REPOSITORY, folder, endpoint=server.endpoint)
+    assert not (tmp_path / "outside.parquet").exists()
+    assert server.requests == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"files": 3}, {"files": [{"path": 3}]}, {"commit": None}, {"more": 1}]
+)
+def test_a_record_of_wrong_types(change: dict[str, object], tmp_path: Path) -> None:
+    tree = asdict(downloads.Dataset(REPOSITORY, "", "main", COMMIT, ()))
+    write_sealed(tmp_path / downloads.RECORD, {**tree, **change})
+    with pytest.raises(FileError, match=r"\.download\.json: a value is missing or wrong"):
+        download(REPOSITORY, tmp_path)

@@ -20,7 +20,7 @@ from preparing import (
 
 from parcae.data.preparation import Update, write_shards
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError
+from parcae.files import FileError, write_sealed
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +171,34 @@ def test_the_output_is_no_source(tmp_path: Path, source: Path, tokenizer: Tokeni
     with pytest.raises(FileError, match=r"contains a source file.*Choose another folder"):
         write_shards(file, source)
     write_shards(file, source / "out")  # beside a file that was named is a good place
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("parts"),
+        lambda state: state.update(parts=[{}]),
+        lambda state: state.update(parts={}),
+        lambda state: state.update(digests=[]),
+        lambda state: state["parts"][0].update(behind=["0", 0, 0]),
+        lambda state: state["parts"][0]["skipped"].update(empty=None),
+        lambda state: state["parts"][0]["shards"][0].update(split="other"),
+    ],
+)
+def test_a_state_of_wrong_types(
+    tmp_path: Path, source: Path, tokenizer: Tokenizer, change: Callable[[dict], object]
+) -> None:
+    work, folder = work_on(source, tokenizer), tmp_path / "out"
+
+    def stop(update: Update) -> None:
+        if update.tokens > 3000:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        write_shards(work, folder, stop)
+    state = json.loads((folder / "progress.json").read_text())
+    del state["seal"]
+    change(state)
+    write_sealed(folder / "progress.json", state)
+    with pytest.raises(FileError, match=r"progress\.json: a value is missing or wrong"):
+        write_shards(work, folder)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import resource
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -301,3 +303,17 @@ def test_a_separator_inside_lines_only_is_refused(tmp_path: Path) -> None:
 def test_a_separator_is_one_line(separator: str) -> None:
     with pytest.raises(ConfigError, match=r"separator: .* not one line"):
         ReadOptions(separator=separator)
+
+
+def test_a_text_that_a_small_file_repeats_is_in_memory_once(tmp_path: Path) -> None:
+    text = "a" * (4 << 20)
+    indices = pa.array([0] * 600, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, pa.array([text]))
+    path = tmp_path / "repeated.parquet"
+    pq.write_table(pa.table({"text": column}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 10_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(len(d.text) for d in islice(read_documents(find_files([path])), 20)) == 20 * len(
+        text
+    )
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB

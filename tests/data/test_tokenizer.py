@@ -214,9 +214,14 @@ def test_files_that_are_no_tokenizers(tmp_path: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(FileError, match=r"vocab\.json: no such file"):
         Tokenizer.load(folder)
-    for broken in ("{", "[1]", '{"a": 0}'):
+    for broken, problem in (
+        ("{", r"vocab\.json: not valid JSON"),
+        ("[1]", r"vocab\.json: ids must be from 0 to 2,097,151"),
+        ('{"a": 4294967295, "b": 1, "ab": 2}', r"vocab\.json: ids must be from 0 to 2,097,151"),
+        ('{"a": 0}', r"gpt2: vocab\.json and merges\.txt do not match"),
+    ):
         (folder / "vocab.json").write_text(broken)
-        with pytest.raises(FileError, match=r"gpt2: vocab\.json and merges\.txt do not match"):
+        with pytest.raises(FileError, match=problem):
             Tokenizer.load(folder)
 
 

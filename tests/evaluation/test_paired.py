@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -27,6 +28,7 @@ from parcae.evaluation.paired import (
     scores_at,
     sign_test,
 )
+from parcae.evaluation.results import Samples
 from parcae.files import FileError, write_json, write_sealed
 from parcae.model import create
 from parcae.model.store import save
@@ -182,6 +184,26 @@ def test_folders_that_are_not_evaluations(tmp_path):
             read_evaluation(evaluation(tmp_path / "b", [damaged]))
     (folder / "result.json").write_text("[]")
     with pytest.raises(FileError, match=r"result\.json or samples\.jsonl is damaged"):
+        read_evaluation(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"task": ' + "[" * 100_000,
+        '{"task": [], "seed": 1, "data": "d", "index": 0, "loops": [1, 4], "credit": [1, 1]}',
+        '{"task": "a", "seed": 1, "data": "d", "index": 1e999, "loops": [1, 4], "credit": [1, 1]}',
+        '{"task": "a", "seed": 1, "data": "d", "index": 0, "loops": [1e999], "credit": [1]}',
+        '{"task": "a", "seed": "1", "data": "d", "index": 0, "loops": [1, 4], "credit": [1, 1]}',
+    ],
+)
+def test_samples_that_are_not(line, tmp_path):
+    folder = evaluation(tmp_path, [question(0, 1, 1)])
+    with (folder / "samples.jsonl").open("a") as stream:
+        stream.write(f"{line}\n")
+    with pytest.raises(FileError, match=r"samples\.jsonl: line 2 is damaged"):
+        Samples(folder, {"loops": [1, 4]})
+    with contextlib.suppress(FileError):  # a comparison may have a use for some of them
         read_evaluation(folder)
 
 

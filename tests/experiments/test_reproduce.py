@@ -18,6 +18,7 @@ from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
 from parcae.experiments.tasks import train_task
 from parcae.experiments.verdicts import Claim, lower
+from parcae.files import FileError, write_json
 from parcae.training.settings import recipe_from_file, recipe_from_tree
 
 
@@ -226,3 +227,36 @@ def test_a_run_that_fails_is_told_by_the_exit_code(trained, tmp_path, monkeypatc
     command = ["reproduce", "loops", "--scale", "toy", "--seeds", "1", "--out", str(tmp_path)]
     assert main(command) == 1
     assert "No space left on device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda tree: tree.pop("runs"), r"loops\.json: a value is missing or wrong \(no 'runs'\)"),
+        (lambda tree: tree["runs"][0].pop("key"), r"loops\.json: a value is missing"),
+        (lambda tree: tree["runs"][0].update(core_minutes="1"), r"loops\.json: a value is missing"),
+        (lambda tree: tree.update(planned=None), r"loops\.json: a value is missing"),
+        (lambda tree: tree["runs"][0].pop("losses"), "the results of loops: a value is missing"),
+    ],
+)
+def test_results_that_were_edited(change, problem, trained, tmp_path):
+    rows = [{"key": "a", "core_minutes": 1, "loops": 1, "seed": 0, "losses": {"1": 3.0}}]
+    tree = {"experiment": "loops", "planned": 1, "runs": rows}
+    change(tree)
+    write_json(tmp_path / "results" / "loops.json", tree)
+    with pytest.raises(FileError, match=problem):
+        reproduce("more-loops", tmp_path, redraw=True)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"a": 1}', '{"a": {"1-2": []}}'])
+def test_processor_times_that_were_edited(content, tmp_path):
+    (tmp_path / "cpu.json").write_text(content)
+    with pytest.raises(FileError, match=r"cpu\.json: a value is missing or wrong"):
+        Store(tmp_path).record_cpu({})
+
+
+def test_notes_of_other_bytes(trained, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "notes.md").write_bytes(b"caf\xe9")
+    with pytest.raises(FileError, match=r"notes\.md: not UTF-8"):
+        reproduce("loops", tmp_path, redraw=True)

@@ -73,7 +73,7 @@ def is_recorded(path: Path | None, command: str, fault: str, sample: int | None)
 
 def record(path: Path, command: str, fault: str, sample: int | None, tried: Tried) -> None:
     tree = read(path)
-    cell = {"sample": sample, **tried.to_dict()}
+    cell = {"sample": sample, "machine": machine_name(), **tried.to_dict()}
     tree["cells"].setdefault(command, {})[fault] = cell
     path.write_text(json.dumps(tree, indent=1) + "\n")
 

@@ -12,11 +12,13 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +200,18 @@ def _not_finite(run: Path) -> list[str]:
     ]
 
 
+def kinds_first(files: list[tuple[str, str]], rng: random.Random) -> list[tuple[str, str]]:
+    """All files in random order, but one of each kind before a second of any; names of one kind
+    differ in their numbers."""
+    seen: Counter[tuple[str, str]] = Counter()
+    order: dict[tuple[str, str], int] = {}
+    for state, file in rng.sample(files, len(files)):
+        kind = state, re.sub(r"[0-9a-f]{16}|\d+", "#", file)
+        order[state, file] = seen[kind]
+        seen[kind] += 1
+    return sorted(order, key=order.__getitem__)
+
+
 def flipped_bits(trial: Trial, only: int | None = None) -> Tried:
     """A bit of each file: of the input, of what a finished and what a killed command left."""
     tried = Tried()
@@ -205,7 +219,7 @@ def flipped_bits(trial: Trial, only: int | None = None) -> Tried:
     files += [("finished", f"out/{name}") for name in trial.expected]
     files += [("killed", f"out/{name}") for name in contents(trial.interrupt())]
     if trial.sample is not None:
-        files = random.Random(0).sample(files, min(trial.sample, len(files)))
+        files = kinds_first(files, random.Random(0))[: trial.sample]
     for state, file in files:
         for number in range(1 if trial.sample else 3):
             path = Path(file)

@@ -33,10 +33,11 @@ def matrix(tree: dict[str, Any]) -> str:
     rows = [(k.name, k.promise, k.how, _seen(cells, k.name)) for k in FAULTS.values()]
     entries = [cell for of_command in cells.values() for cell in of_command.values()]
     tried, failed = (sum(entry[key] for entry in entries) for key in ("tried", "failures"))
+    machines = sorted({entry.get("machine", tree["machine"]) for entry in entries})
     return (
-        f"{tried:,} tries so far, {failed} failures, on {tree['machine']}; of the events of most "
-        "cells a random sample. How often each fault was tried on each command (– where it cannot "
-        "happen):\n\n"
+        f"{tried:,} tries so far, {failed} failures, on {' and '.join(machines)}; of the events of "
+        "most cells a random sample. How often each fault was tried on each command (– where it "
+        "cannot happen):\n\n"
         f"{table(('fault', *COMMANDS), counts)}\n"
         f"{table(('fault', 'promised', 'how it is tried', 'seen'), rows)}"
     )
@@ -72,23 +73,34 @@ def fuzz(tree: dict[str, Any]) -> str:
     failures = sum(entry["failures"] for entry in tree["readers"].values())
     return (
         f"{total:,} cases, {failures} failures, on {tree['machine']}:\n\n"
-        f"{table(('reader', 'cases', 'failures', 'seconds'), rows)}"
+        f"{table(('reader', 'cases', 'failures', 'seconds of CPU time'), rows)}"
     )
 
 
+STATISTIC = {"median": "median", "min": "smallest", "max": "largest"}
+
+
 def soak(tree: dict[str, Any]) -> str:
-    rows = []
+    rows, lines = [], []
     for what in ("train", "serve"):
         found = tree.get(what)
         if found is None:
             continue
+        minutes = f"{found['seconds'] / 60:.0f} minutes"
+        if what == "train":
+            done = found["evaluations"]["done"]
+            lines.append(f"{minutes} of training: {found['steps']:,} steps, {done} evaluations")
+        else:
+            texts, wrong = found["texts"], found["wrong texts"]
+            lines.append(f"{minutes} of serving: {texts:,} texts, {wrong} of them wrong")
+        lines[-1] += f"; {'; '.join(found['problems']) or 'nothing grew'}."
         for name in ("memory", "disk", "checkpoints", "descriptors", "threads"):
             if name in found:
                 values = (found[name][quarter] for quarter in ("second quarter", "last quarter"))
                 texts = [f"{v / 1e6:.1f} MB" if name in ("memory", "disk") else v for v in values]
-                rows.append((what, f"{found['seconds'] / 60:.0f}", name, *texts))
-    columns = ("", "minutes", "largest", "in the second quarter", "in the last quarter")
-    return f"On {tree['machine']}:\n\n{table(columns, rows)}"
+                rows.append((what, f"{name}, {STATISTIC[found[name]['of']]}", *texts))
+    columns = ("", "", "second quarter", "last quarter")
+    return f"On {tree['machine']}. {' '.join(lines)}\n\n{table(columns, rows)}"
 
 
 PARTS = {"faults": matrix, "fuzz": fuzz, "soak": soak}

@@ -17,6 +17,7 @@ from typing import Any
 
 import tomli_w
 
+from parcae.evaluation.results import _checksum as record_checksum
 from parcae.files import _seal
 from parcae.runs.checkpoints import _checksum
 
@@ -79,7 +80,9 @@ def change_tree(tree: Any, rng: random.Random) -> Any:
         else:
             other, name = rng.choice(places)
             if isinstance(node[key], int | float) and not isinstance(node[key], bool):
-                node[key] = node[key] * rng.choice((-1, 2, 1000, 0.5))
+                factor = rng.choice((-1, 2, 1000, 0.5))
+                is_huge = abs(node[key]) > 1e300  # an integer that no float can hold
+                node[key] *= 2 if is_huge else factor
             else:
                 node[key] = copy.deepcopy(other[name])
     return tree
@@ -201,3 +204,53 @@ def zip_file(content: bytes, rng: random.Random) -> bytes:
             data = old.read(name)
             new.writestr(name, flip_bytes(data, rng) if name == chosen else data)
     return stream.getvalue()
+
+
+def compressed(
+    change: Mutation, compress: Callable[[bytes], bytes], expand: Callable[[bytes], bytes]
+) -> Mutation:
+    """Change the bytes of a compressed file, or its content."""
+
+    def changed(content: bytes, rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            return flip_bytes(content, rng)
+        return compress(change(expand(content), rng))
+
+    return changed
+
+
+def sample_lines(content: bytes, rng: random.Random) -> bytes:
+    """The samples of an evaluation, each with a checksum that fits."""
+    if rng.random() < 0.25:
+        return flip_bytes(content, rng)
+    lines = content.splitlines()
+    place = rng.randrange(len(lines))
+    tree = json.loads(lines[place])
+    del tree["crc32"]
+    tree = change_tree(tree, rng)
+    if isinstance(tree, dict):
+        tree["crc32"] = record_checksum(tree)
+    lines[place] = json.dumps(tree).encode()
+    return b"\n".join(lines) + b"\n"
+
+
+def http_request(content: bytes, rng: random.Random) -> bytes:
+    """A request with other headers, another path or method, or other bytes."""
+    if rng.random() < 0.4:
+        return flip_bytes(content, rng)
+    head, _, body = content.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(len(lines))
+        what = rng.random()
+        text = str(rng.choice((*NUMBERS, *HUGE[:3], *TEXTS, *LONG, "[::1", "http://", "1" * 4400)))
+        odd = text.encode("utf-8", "surrogatepass")
+        if what < 0.6:
+            words = lines[place].split(b" ")
+            words[rng.randrange(len(words))] = odd
+            lines[place] = b" ".join(words)
+        elif what < 0.8:
+            lines.append(lines[place])
+        elif len(lines) > 1:
+            del lines[place]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from oracles import text_model, tokenizer
+from parcae.files import FileError
 from parcae.infer.loop_trace import trace_loops
 from parcae.serving.models import ChatTemplate
 from parcae.serving.protocol import ApiError, Message
@@ -151,9 +152,23 @@ def test_the_tokenizers_template_is_used_in_a_sandbox(tmp_path):
     ids = chat.encode([Message(role="user", content="hi")])
     assert ids == [0, *tokenizer().encode("user:hi")]
     assert chat.stop_tokens == (tokenizer().backend_tokenizer.token_to_id("<|pad|>"),)
-    for code in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}"):
+    for code in ("{{ messages.__class__.__mro__ }}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
         with pytest.raises(ApiError, match="refuses"):
             ChatTemplate(tokenizer(), code).encode([Message(role="user", content="hi")])
+
+
+@pytest.mark.timeout(20)
+def test_a_template_that_cannot_be_used(tmp_path):
+    ChatTemplate(tokenizer(), "{{ 9 ** 9 ** 9 }}")  # not computed before it is needed
+    path = tmp_path / "tokenizer_config.json"
+    deep = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+    for config in ([], {"chat_template": 3}, {"chat_template": "{% for"}, {"chat_template": deep}):
+        path.write_text(json.dumps(config))
+        with pytest.raises(FileError, match="no valid chat template"):
+            ChatTemplate.read(tmp_path, tokenizer())
+    path.write_text("[" * 100_000)
+    with pytest.raises(FileError, match="not valid JSON"):
+        ChatTemplate.read(tmp_path, tokenizer())
 
 
 def test_a_trace_is_that_of_trace_loops(http, plain_engine):

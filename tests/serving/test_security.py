@@ -101,9 +101,12 @@ def test_bodies_are_json_of_limited_size():
         large = b'{"prompt": "' + b"a" * 3000 + b'"}'
         assert status(large) == 413
         assert status(iter([large[:1500], large[1500:]])) == 413, "without a length"
+        assert status(b"{}", **{"Content-Length": "9" * 5000}) == 413
         assert status(b"{}", **{"Content-Type": "text/plain"}) == 415
         for broken in (b"", b"{", b"[" * 1900, b'{"prompt": NaN}', b'{"n": ' + b"1" * 1900 + b"}"):
             assert status(broken) == 400, broken[:20]
+        for broken in (rb'{"\ud800": 1}', b'{"\xed\xa0\x80": 1}', b'{"prompt": "\xff"}'):
+            assert status(broken) == 400, broken
 
 
 def test_the_number_of_requests_is_limited(monkeypatch):

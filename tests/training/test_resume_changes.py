@@ -16,6 +16,7 @@ from parcae.data.tokenizer import Tokenizer
 from parcae.files import FileError
 from parcae.recipe import write_toml
 from parcae.runs import list_checkpoints, read_state
+from parcae.runs.checkpoints import write_state
 from parcae.training.corpora import check_same_data, open_corpora
 from parcae.training.learner import Learner
 from parcae.training.run import read_recipe
@@ -105,6 +106,28 @@ def test_another_number_of_threads_is_announced(killed, monkeypatch, capsys):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
     parcae.train(killed, resume=True)
     assert f"The run had {threads} threads and now has {threads + 1}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds": "1"},
+        {"recent_losses": ["1"]},
+        {"best_loss": []},
+        {"validation": {"3": {"loss": "1", "perplexity": 2.0, "bits_per_byte": None}}},
+        {"guard": {}},
+    ],
+)
+def test_counters_of_wrong_types(change, killed):
+    (checkpoint,) = list_checkpoints(killed)[-1:]
+    state = {**read_state(checkpoint), **change}
+    step = state.pop("step")
+    for name in ("format", "files", "sha256"):
+        del state[name]
+    (checkpoint / "state.json").unlink()
+    write_state(checkpoint, step, state)
+    with pytest.raises(FileError, match=r"state\.json: a value is missing or wrong"):
+        parcae.train(killed, resume=True)
 
 
 def test_other_data_is_refused(killed, shards, tmp_path):

@@ -113,12 +113,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read_keys(path: Path | None) -> list[str]:
     from parcae.config import require
-    from parcae.files import reading
+    from parcae.files import FileError, reading
 
     keys = [os.environ.get(KEY_VARIABLE, "")]
     if path is not None:
-        with reading(path):
-            lines = path.read_text(encoding="utf-8").splitlines()
+        try:
+            with reading(path, pipe=True):
+                lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise FileError(f"{path}: not UTF-8. Write one key per line.") from None
         require(any(line.strip() for line in lines), str(path), "no key", "Write one per line.")
         keys += lines
     return [key.strip() for key in keys if key.strip()]

@@ -32,7 +32,7 @@ def _read_input() -> str:
 
 def _read_file(name: str) -> str:
     try:
-        with reading(name):
+        with reading(name, pipe=True):
             return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise FileError(f"{name}: not UTF-8. Convert it to UTF-8.") from None

@@ -31,7 +31,9 @@ from parcae.files import (
     FileError,
     WriteError,
     atomic_path,
+    interpreting,
     lock_folder,
+    path_inside,
     read_sealed,
     sha256,
     write_sealed,
@@ -114,6 +116,8 @@ def download(
         dataset = _read_record(folder, repository, subfolder, revision)
         if dataset is None:
             dataset = _list_files(repository, subfolder, revision or "main", endpoint)
+            for file in dataset.files:
+                path_inside(folder, file.path)
             write_sealed(folder / RECORD, asdict(dataset))
         headers = build_hf_headers()
         for file in dataset.files[:first_files]:
@@ -124,7 +128,7 @@ def download(
                 revision=dataset.commit,
                 endpoint=endpoint,
             )
-            fetch(url, file, folder / file.path, headers=headers, report=report)
+            fetch(url, file, path_inside(folder, file.path), headers=headers, report=report)
     return dataset
 
 
@@ -242,19 +246,36 @@ def _read_record(
     path = folder / RECORD
     if not path.exists():
         return None
-    record = read_sealed(path, "Delete it; files that are complete are kept.")
-    files = tuple(RemoteFile(**file) for file in record.pop("files"))
-    dataset = Dataset(files=files, **record)
+    remedy = "Delete it; files that are complete are kept."
+    record = read_sealed(path, remedy)
+    with interpreting(path, remedy):
+        files = tuple(RemoteFile(**file) for file in record.pop("files"))
+        dataset = Dataset(files=files, **record)
+        _check_types(dataset)
     if (dataset.repository, dataset.folder) != (repository, subfolder):
-        raise FileError(
-            f"{folder}: contains {dataset.repository}:{dataset.folder}. Choose another folder."
-        )
+        other = f"{dataset.repository}:{dataset.folder}"[:200]
+        raise FileError(f"{folder}: contains {other}. Choose another folder.")
     if revision not in (None, dataset.revision, dataset.commit):
         raise FileError(
-            f"{folder}: contains revision {dataset.revision} ({dataset.commit[:12]}), not "
+            f"{folder}: contains revision {dataset.revision[:99]} ({dataset.commit[:12]}), not "
             f"{revision}. Choose another folder, or omit `revision`."
         )
     return dataset
+
+
+def _check_types(dataset: Dataset) -> None:
+    """Raise ValueError unless the values of a record are as `download` writes them."""
+    texts = (dataset.repository, dataset.folder, dataset.revision, dataset.commit)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the repository, folder, revision or commit")
+    for file in dataset.files:
+        checksums = (file.sha256, file.blob_sha1)
+        if not (
+            isinstance(file.path, str)
+            and isinstance(file.bytes, int)
+            and all(isinstance(checksum, str | None) for checksum in checksums)
+        ):
+            raise ValueError("the path, size or checksum of a file")
 
 
 def _list_files(repository: str, subfolder: str, revision: str, endpoint: str | None) -> Dataset:

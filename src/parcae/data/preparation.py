@@ -62,6 +62,7 @@ from parcae.data.tokenizer import Tokenizer, map_batches
 from parcae.files import (
     FileError,
     WriteError,
+    interpreting,
     lock_folder,
     read_sealed,
     reading,
@@ -69,7 +70,7 @@ from parcae.files import (
     write_json,
     write_sealed,
 )
-from parcae.schema import require_range
+from parcae.schema import require_range, shorten
 
 PROGRESS = "progress.json"
 LEFTOVER = re.compile(
@@ -201,11 +202,12 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     path = folder / PROGRESS
     remedy = "Delete the folder and start again."
     earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
-    digests = _digests(work, earlier["digests"], report)
-    identity = earlier.get("preparation", _identity(work, digests))
-    _check_identity(folder, identity, work, digests)
-    _remove_leftovers(folder)
-    parts = _intact_parts(folder, earlier["parts"], report)
+    with interpreting(path, remedy):
+        digests = _digests(work, earlier["digests"], report)
+        identity = earlier.get("preparation", _identity(work, digests))
+        _check_identity(folder, identity, work, digests)
+        _remove_leftovers(folder)
+        parts = _intact_parts(folder, earlier["parts"], report)
     state = {"preparation": identity, "digests": digests, "parts": parts}
     if state != earlier:
         write_sealed(path, state)  # first of all: it marks the folder as a preparation
@@ -216,14 +218,29 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
 
 def _intact_parts(folder: Path, parts: list[Part], report: Report) -> list[Part]:
     """The parts before the first one with a wrong checksum."""
+    if not isinstance(parts, list):
+        raise TypeError(f"parts is {shorten(parts)}")
     tokens = 0
     for index, part in enumerate(parts):
+        _check_part(part)
         for record in part["shards"]:
             report(Update("verifying shards", 0, 0, tokens))
             if not is_intact(folder, ShardRecord(**record)):
                 return parts[:index]
             tokens += record["tokens"]
     return parts
+
+
+def _check_part(part: Part) -> None:
+    """Raise an error of a wrong value or type unless a part is as `_write_part` returns it."""
+    counts = [*part["behind"], *(part["skipped"][key] for key in ("empty", "held_out"))]
+    for record in part["shards"]:
+        shard = ShardRecord(**record)
+        counts += [shard.documents, shard.tokens, shard.text_bytes, shard.bytes]
+        if shard.split not in SPLITS:
+            raise ValueError(f"the split of a shard is {shorten(shard.split)}")
+    if len(part["behind"]) != 3 or not all(isinstance(n, int) and n >= 0 for n in counts):
+        raise ValueError("a position or a count")
 
 
 def _write_parts(work: Preparation, folder: Path, state: dict[str, Any], report: Report) -> None:

@@ -227,7 +227,16 @@ def _read_parquet(path: Path, options: ReadOptions, skip: int) -> Iterator[Recor
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        with pq.ParquetFile(path, pre_buffer=False) as file:
+            _check_text_field(path, file.schema_arrow, options.text_field)
+            metadata = file.metadata
+        with pq.ParquetFile(
+            path,
+            metadata=metadata,
+            buffer_size=1 << 20,
+            pre_buffer=False,
+            read_dictionary=[options.text_field],  # what a small file repeats is in memory once
+        ) as file:
             yield from _read_row_groups(path, file, options, skip)
     except pa.ArrowException as error:
         reason = " ".join(str(error).split())[:300]
@@ -241,17 +250,19 @@ def _read_parquet(path: Path, options: ReadOptions, skip: int) -> Iterator[Recor
         ) from None
 
 
+def _check_text_field(path: Path, schema: Any, field: str) -> None:
+    if field not in schema.names:
+        raise FileError(_no_field(path, field, schema.names))
+    kind = schema.field(field).type
+    if not _is_text(kind):
+        others = [field.name for field in schema if _is_text(field.type)]
+        raise FileError(_not_text(f"{path}: column {field!r}", kind, others))
+
+
 def _read_row_groups(path: Path, file: Any, options: ReadOptions, skip: int) -> Iterator[Record]:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    schema = file.schema_arrow
-    if options.text_field not in schema.names:
-        raise FileError(_no_field(path, options.text_field, schema.names))
-    kind = schema.field(options.text_field).type
-    if not _is_text(kind):
-        others = [field.name for field in schema if _is_text(field.type)]
-        raise FileError(_not_text(f"{path}: column {options.text_field!r}", kind, others))
     row = 0
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -263,17 +274,18 @@ def _read_row_groups(path: Path, file: Any, options: ReadOptions, skip: int) -> 
         )
         for batch in batches:
             column = batch.column(0)
-            if pa.types.is_dictionary(column.type):
-                column = column.cast(column.type.value_type)
-            column = column.cast(pa.large_binary())
-            longest = pc.max(pc.binary_length(column)).as_py() or 0  # pyright: ignore
+            if not pa.types.is_dictionary(column.type):
+                column = column.dictionary_encode()
+            texts = column.dictionary.cast(pa.large_binary())
+            longest = pc.max(pc.binary_length(texts)).as_py() or 0  # pyright: ignore
             if longest > LONGEST_RECORD_BYTES:
                 limit = LONGEST_RECORD_BYTES >> 20
                 raise FileError(f"{path}, near row {row}: longer than {limit} MiB. Split it.")
-            for value in column:
+            for index in column.indices.to_pylist():
                 row += 1
                 if row > skip:
-                    text = _decode(value.as_py(), options, f"{path}, row {row}")
+                    value = None if index is None else texts[index].as_py()
+                    text = _decode(value, options, f"{path}, row {row}")
                     yield Record(text, row / file.metadata.num_rows)
 
 

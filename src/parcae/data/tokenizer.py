@@ -33,7 +33,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from parcae.config import MAX_VOCABULARY, ConfigError, require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
-from parcae.files import FileError, atomic_path, check_regular, reading
+from parcae.files import FileError, atomic_path, read_json, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_SIZE = 256 + len(SPECIALS)
@@ -152,13 +152,14 @@ class Tokenizer:
             if in_two_files and (path / "merges.txt").exists():
                 content = _read_gpt2_layout(path)
                 try:
-                    return cls(content, path.name)
-                except ValueError as error:
-                    raise FileError(f"{path}: not a valid vocabulary ({error}).") from None
+                    with _no_panic():
+                        return cls(content, path.name)
+                except Exception as error:  # tokenizers raises bare Exception
+                    reason = str(error)[:300]
+                    raise FileError(f"{path}: not a valid vocabulary ({reason}).") from None
         path = path / TOKENIZER_FILE if is_folder else path
         try:
             with reading(path), _no_panic():
-                check_regular(path)
                 return cls(path.read_text(encoding="utf-8"), path.stem)
         except FileError:
             if path.exists():
@@ -392,18 +393,22 @@ def _cuts_safely(tree: dict[str, Any]) -> bool:
 def _read_gpt2_layout(folder: Path) -> str:
     """GPT-2's `vocab.json` and `merges.txt` as the content of a `tokenizer.json`."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    for path in (vocabulary, merges):
-        with reading(path):
-            path.open("rb").close()
+    with reading(merges):
+        merges.open("rb").close()
+    ids = read_json(vocabulary)
+    if not isinstance(ids, dict) or not all(  # the library takes memory for every id up to the last
+        isinstance(token, int) and 0 <= token < MAX_VOCABULARY for token in ids.values()
+    ):
+        raise FileError(f"{vocabulary}: ids must be from 0 to {MAX_VOCABULARY - 1:,}.")
     try:
         with _no_panic():
-            model = models.BPE.from_file(str(vocabulary), str(merges))
+            tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+            tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+            tokenizer.add_special_tokens(["<|endoftext|>"])
+            return tokenizer.to_str()
     except Exception as error:  # tokenizers raises bare Exception
+        reason = str(error)[:300]
         raise FileError(
-            f"{folder}: vocab.json and merges.txt do not match ({error}). Download both again."
+            f"{folder}: vocab.json and merges.txt do not match ({reason}). Download both again."
         ) from None
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str()

@@ -88,7 +88,7 @@ def read_evaluation(folder: str | Path) -> Evaluation:
         if not set(result["loops"]) <= set(settings["loops"]):
             raise FileError(f"{folder}: {RESULT} and {SAMPLES} are of two evaluations. {REMEDY}")
         return _evaluation(str(folder), result, _read_samples(folder), tuple(settings["loops"]))
-    except (KeyError, TypeError, ValueError, IndexError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise FileError(f"{folder}: {RESULT} or {SAMPLES} is damaged. {REMEDY}") from None
 
 
@@ -111,7 +111,7 @@ def scores_of_run(run: Path) -> tuple[dict[int, dict[str, float]], int | None]:
                 if metrics is not None and metrics.get(SUITES[suite].metric) is not None:
                     scores[int(loops)][suite] = float(metrics[SUITES[suite].metric])
         return dict(scores), result["limit"]
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise FileError(f"{path}: damaged. {REMEDY}") from None
 
 

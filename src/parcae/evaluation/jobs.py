@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from parcae.evaluation.metrics import mean
 from parcae.evaluation.prompts import Answer, Prompt
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.shared_prefix import batches
-from parcae.files import reading, sha256, to_json
+from parcae.files import FileError, reading, sha256, to_json
 
 Record = dict[str, Any]
 
@@ -93,8 +94,13 @@ class DataFile:
         """Checksum of the uncompressed content: a file and its .gz are the same data."""
         if self.path.suffix != ".gz":
             return sha256(self.path)
-        with reading(self.path), gzip.open(self.path) as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            with reading(self.path), gzip.open(self.path) as stream:
+                return hashlib.file_digest(stream, "sha256").hexdigest()
+        except (EOFError, zlib.error) as error:
+            raise FileError(
+                f"{self.path}: not a complete gzip file ({error}). Download it again."
+            ) from None
 
     @property
     def fingerprint(self) -> str:

@@ -7,10 +7,8 @@ passage that is too long for the context loses tokens on the left.
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -36,8 +34,8 @@ from parcae.evaluation.metrics import (
 from parcae.evaluation.prompts import Answer, Prompt, Span, Window, continuations, windows
 from parcae.evaluation.results import Samples, job_result
 from parcae.evaluation.scorer import Scorer
-from parcae.evaluation.tasks import Fields, find, read_lines
-from parcae.files import FileError, nan_to_none, reading
+from parcae.evaluation.tasks import Fields, find, read_content, read_lines
+from parcae.files import FileError, nan_to_none
 
 LAMBADA_FILE = "language_understanding/lambada_openai.jsonl"
 WIKITEXT_FILES = tuple(
@@ -234,14 +232,11 @@ def split_articles(text: str) -> Iterator[str]:
 def read_wikitext(path: Path) -> list[str]:
     """The articles of WikiText, as the file has them."""
     try:
-        with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-            text = stream.read().decode("utf-8")
+        text = read_content(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileError(
             f"{path}: not UTF-8 ({error}). Download the raw version of WikiText."
         ) from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FileError(f"{path}: not a complete gzip file ({error}). Download it again.") from None
     articles = list(split_articles(text))
     if not any(article.strip() for article in articles):
         raise FileError(f"{path}: contains no text. Download it again.")

@@ -164,7 +164,9 @@ class Samples:
                 record = parse_record(line)
                 group = (record["task"], record["seed"], record["data"])
                 index, loops = int(record["index"]), tuple(map(int, record["loops"]))
-            except (ValueError, KeyError, TypeError):
+                if [*map(type, group)] not in ([str, int, str], [str, type(None), str]):
+                    raise TypeError(group)
+            except (ValueError, KeyError, TypeError, ArithmeticError):
                 raise FileError(f"{path}: line {number} is damaged. {remedy}") from None
             self._lines[group][index], self._loops[group][index] = line, loops
 
@@ -229,7 +231,10 @@ def format_record(record: Record) -> str:
 def parse_record(line: str) -> Record:
     """What `format_record` wrote, or an earlier version, without a checksum; ValueError if it was
     changed."""
-    record = json.loads(line)
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(record, dict) or record.pop("crc32", None) not in (None, _checksum(record)):
         raise ValueError("its checksum differs")
     return record

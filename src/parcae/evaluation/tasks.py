@@ -45,6 +45,8 @@ SHORT_KINDS: dict[Kind, str] = {"multiple_choice": "MC", "schema": "S", "languag
 FOLDERS = ("", "core_eval", "eval_data", "eval_bundle/eval_data", "local_data")
 """Where the known collections have their files, below the folder of task files."""
 ENDINGS = ("", ".gz")
+LARGEST_FILE = 1 << 28
+"""Bytes of a file of questions or of WikiText, uncompressed; those in use have less than 2^25."""
 COLLECTION = "https://github.com/mosaicml/llm-foundry/raw/8c8dd48/scripts/eval/local_data"
 """Where files are downloaded from: the llm-foundry repository at a fixed commit."""
 NO_CHECKSUM = "no known checksum to verify it by"
@@ -235,14 +237,23 @@ READERS: dict[Kind, Callable[[Fields], Item]] = {
 }
 
 
+def read_content(path: Path) -> bytes:
+    """The content of a file, plain or gzipped; a small gzip file can hold any number of bytes."""
+    with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+        try:
+            content = stream.read(LARGEST_FILE + 1)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise FileError(
+                f"{path}: not a complete gzip file ({error}). Download it again."
+            ) from None
+    if len(content) > LARGEST_FILE:
+        raise FileError(f"{path}: more than {LARGEST_FILE >> 20} MiB of data. Give a part of it.")
+    return content
+
+
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines with their numbers, from 1; decoded one by one, so that an error names its line."""
-    try:
-        with reading(path), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-            lines: Sequence[bytes] = stream.read().split(b"\n")
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FileError(f"{path}: not a complete gzip file ({error}). Download it again.") from None
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_content(path).split(b"\n"), start=1):
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -39,6 +39,7 @@ from parcae.experiments.tasks import PREFIX, find_task
 from parcae.experiments.verdicts import Claim, describe
 from parcae.runs import read_metrics, read_result
 from parcae.runs.layout import list_steps
+from parcae.schema import shorten
 from parcae.training.settings import Recipe
 
 if TYPE_CHECKING:
@@ -125,6 +126,14 @@ class Results:
     @property
     def core_minutes(self) -> float:
         return sum(row["core_minutes"] for row in self.rows)
+
+    def check(self) -> None:
+        """Raise an error of a wrong value or type unless every row has its key and its cost."""
+        if not isinstance(self.planned, int):
+            raise ValueError(f"planned is {shorten(self.planned)}")
+        for row in self.rows:
+            if not (isinstance(row["key"], str) and isinstance(row["core_minutes"], int | float)):
+                raise ValueError("the key or the core_minutes of a run")
 
 
 def loss_at(row: Row, loops: int) -> float:

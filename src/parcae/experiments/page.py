@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from parcae.config import ConfigError
 from parcae.experiments.experiment import Experiment, Results
 from parcae.experiments.verdicts import NOT_RUN, Claim
-from parcae.files import write_text
+from parcae.files import interpreting, write_text
 from parcae.tables import markdown_table
 
 INTRODUCTION = """\
@@ -47,9 +49,10 @@ def write_page(
     for name, experiment in catalogue.items():
         results = found.get(name)
         if results is not None and results.rows:
-            figure = experiment.draw(results, figures / f"{name}.png")
-            link = figure.relative_to(page.parent).as_posix()
-            parts.append(_section(experiment, results, claims[name], link))
+            with _taking_apart(experiment):
+                figure = experiment.draw(results, figures / f"{name}.png")
+                link = figure.relative_to(page.parent).as_posix()
+                parts.append(_section(experiment, results, claims[name], link))
         else:
             parts.append(
                 f"## {experiment.title}\n\n`{name}`, {experiment.in_paper}. Not run yet; "
@@ -57,6 +60,12 @@ def write_page(
             )
     write_text(page, "\n".join(parts))
     return page
+
+
+def _taking_apart(experiment: Experiment) -> AbstractContextManager[None]:
+    """Values of a file of results are what an experiment expects, unless the file was edited."""
+    remedy = "Was their file edited? PARCAE_DEBUG=1 shows where."
+    return interpreting(f"the results of {experiment.name}", remedy, passed_on=(ConfigError,))
 
 
 def _count(catalogue: Mapping[str, Experiment], found: Mapping[str, Results]) -> str:
@@ -73,7 +82,8 @@ def _cost(experiment: Experiment) -> str:
 
 
 def _claims(experiment: Experiment, results: Results | None) -> list[Claim]:
-    claims = experiment.claims(results or Results((), 0))
+    with _taking_apart(experiment):
+        claims = experiment.claims(results or Results((), 0))
     if results is not None and results.rows:
         return claims
     return [Claim(claim.statement, NOT_RUN) for claim in claims]

@@ -30,7 +30,7 @@ from parcae.experiments.tokenizer import Tokenizers
 from parcae.experiments.transformer_comparison import TransformerComparison
 from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.unified import Unified
-from parcae.files import FileError, read_json, write_text
+from parcae.files import FileError, interpreting, read_json, reading, write_text
 from parcae.recipe import build
 from parcae.schema import suggest
 from parcae.sweeps.slurm import SlurmConfig, check_slurm
@@ -144,15 +144,24 @@ def reproduce(
             console.print_text(f"Submitted {console.format_items(len(jobs), 'job')}.")
         work.collect()
     found = {name: work.read(name) for name in CATALOGUE if name in work.plan or work.has(name)}
-    notes = work.results / NOTES
     written = write_page(
         CATALOGUE,
         found,
         Path(page or folder / "reproduction.md"),
-        notes.read_text(encoding="utf-8") if notes.exists() else "",
+        _read_notes(work.results / NOTES),
     )
     chosen_results = {name: found[name] for name in chosen}
     return Reproduction(chosen_results, written, interrupted, work.store.failures)
+
+
+def _read_notes(path: Path) -> str:
+    if not path.exists():
+        return ""
+    try:
+        with reading(path):
+            return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: not UTF-8. Convert it.") from None
 
 
 def find_experiments(names: str | Iterable[str]) -> list[str]:
@@ -184,9 +193,14 @@ class _Work:
         return self.file(name).exists()
 
     def read(self, name: str) -> Results:
-        tree = read_json(self.file(name)) if self.has(name) else {"runs": [], "planned": None}
-        planned = len({run.key for run in self.plan.get(name, ())})
-        return Results(tree["runs"], planned or tree["planned"])
+        path, planned = self.file(name), len({run.key for run in self.plan.get(name, ())})
+        if not path.exists():
+            return Results([], planned)
+        tree = read_json(path)
+        with interpreting(path, "Was it edited?"):
+            results = Results(tree["runs"], planned or tree["planned"])
+            results.check()
+        return results
 
     def missing(self) -> list[Run]:
         """The runs that an experiment has not measured; their folders may be on another machine."""

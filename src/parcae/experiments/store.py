@@ -22,7 +22,14 @@ from parcae.data.shards import MANIFEST
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.experiments.experiment import Run
 from parcae.experiments.tasks import PREFIX
-from parcae.files import FileError, lock_folder, read_json, write_json, write_text
+from parcae.files import (
+    FileError,
+    interpreting,
+    lock_folder,
+    read_json,
+    write_json,
+    write_text,
+)
 from parcae.machine import StopSignals, cpu_seconds
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
@@ -82,7 +89,9 @@ class Store:
     def submit(self, runs: Iterable[Run], config: SlurmConfig) -> list[str]:
         """Submit what has not ended and is in no queue to Slurm; the ids of the new jobs."""
         path = self.path / "jobs.json"
-        jobs: dict[str, str] = read_json(path) if path.exists() else {}
+        jobs = read_json(path) if path.exists() else {}
+        if not isinstance(jobs, dict) or not all(isinstance(job, str) for job in jobs.values()):
+            raise FileError(f"{path}: not an object of texts. Remove it, or correct it.")
         alive = job_states() if jobs else {}
         waiting = [run for run in runs if jobs.get(run.key) not in alive]
         new = {
@@ -149,7 +158,12 @@ class Store:
 
     def _cpu(self) -> dict[str, dict[str, float]]:
         path = self.path / "cpu.json"
-        return read_json(path) if path.exists() else {}
+        cpu = read_json(path) if path.exists() else {}
+        with interpreting(path, "Remove it; times of runs are then those on the clock."):
+            return {
+                key: {process: float(seconds) for process, seconds in of_run.items()}
+                for key, of_run in cpu.items()
+            }
 
     def record_cpu(self, readings: dict[str, tuple[str, float]]) -> None:
         """Processor time so far by run: of a process, by its name."""

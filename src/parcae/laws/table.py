@@ -219,8 +219,11 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
     with reading(path):
         try:
             return pyarrow.parquet.read_table(path).to_pydict()
-        except pyarrow.ArrowInvalid as error:
-            raise FileError(f"{path}: not a Parquet file ({error}). Write it again.") from None
+        except (FileNotFoundError, PermissionError):
+            raise
+        except (pyarrow.ArrowException, OSError, ValueError) as error:  # also text of wrong bytes
+            reason = " ".join(str(error).split())[:300]
+            raise FileError(f"{path}: not a Parquet file ({reason}). Write it again.") from None
 
 
 def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:

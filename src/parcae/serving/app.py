@@ -90,6 +90,7 @@ def create_app(
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(UnicodeEncodeError, _not_unicode)
     app.add_middleware(
         Security,
         api_keys=api_keys,
@@ -271,6 +272,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = ApiError(error.status_code, str(error.detail)).body()
     return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _not_unicode(request: Request, error: Exception) -> Response:
+    """Where the name of a field has half of a surrogate pair, its error cannot be written."""
+    return await _api_error(request, ApiError(400, "The body is not valid Unicode text."))
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from parcae.config import ConfigError, require
 from parcae.console import format_bytes
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError
+from parcae.files import FileError, read_json, reading
 from parcae.infer.engine import Engine
 from parcae.infer.exit import EXIT_RULES
 from parcae.infer.request import Request
@@ -200,16 +199,17 @@ class ChatTemplate:
         """The template beside a tokenizer, in chat_template.jinja or tokenizer_config.json."""
         path, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         try:
-            config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            config = read_json(path) if path.exists() else {}
             template = config.get("chat_template")
             if file.exists():
-                template = file.read_text(encoding="utf-8")
+                with reading(file):
+                    template = file.read_text(encoding="utf-8")
             if isinstance(template, list):  # several by name
                 named = {entry["name"]: entry["template"] for entry in template}
                 template = named.get("default")
             names = [key for key in config if key.endswith("_token")]
             return cls(tokenizer, template, {key: _content(config[key]) for key in names})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"no valid chat template ({type(error).__name__})"
             raise FileError(f"{folder}: {problem}. Correct or remove it.") from None
 
@@ -217,31 +217,34 @@ class ChatTemplate:
         if self._template is None:
             lines = [f"{PLAIN_NAMES[message.role]}: {message.text}\n" for message in messages]
             return [self._tokenizer.bos, *self._tokenizer.encode("".join(lines) + "Assistant:")]
-        from jinja2 import TemplateError
-
         given = [{"role": message.role, "content": message.text} for message in messages]
         try:
             text = self._template.render(
                 messages=given, add_generation_prompt=True, **self._special
             )
-        except (TemplateError, TypeError, ValueError):
+        except Exception:  # a template is a program, and raises errors of all kinds
             raise invalid("messages", "The model's chat template refuses these.") from None
         return self._tokenizer.encode(text, allow_special=True)
 
 
 def _compiled(template: str) -> Any:
-    """Sandboxed: a template is part of a model's files, and no code of those may run."""
+    """Sandboxed: a template is part of a model's files, and no code of those may run.
+
+    Not optimised, since that computes its constants, such as 9 ** 9 ** 9.
+    """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, optimized=False
+    )
     environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(template)
-    except TemplateError as error:
+    except Exception as error:  # of any kind, where it is nested too deeply
         raise ValueError(str(error)) from None
 
 

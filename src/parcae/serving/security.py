@@ -144,7 +144,8 @@ class Security:
             raise ApiError(415, "The Content-Type must be application/json.")
         too_large = ApiError(413, f"The body is larger than {self.max_body_bytes:,} bytes.")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.max_body_bytes:
+        is_long = len(length) > 18  # more digits than any size has, and than int() may refuse
+        if length.isdecimal() and (is_long or int(length) > self.max_body_bytes):
             raise too_large
         body, more = bytearray(), True
         try:

@@ -30,7 +30,7 @@ from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint,
 from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files, unsplit_note
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
-from parcae.files import FileError, read_json
+from parcae.files import FileError, interpreting, read_json
 from parcae.runs import find_checkpoint, find_tokenizer
 from parcae.runs.layout import METRICS_FILE, TOKENIZER_FILE, shard_folders
 from parcae.training.settings import Recipe
@@ -197,8 +197,10 @@ def check_moved(recipe: Recipe, before: Recipe, run: Path) -> None:
                 digests = [digest for _, digest in digest_files(find_files([source]), {}).values()]
             except FileError:
                 continue  # it is gone, and the run does not need it
+            with interpreting(folder / SOURCES, "Was it edited?"):
+                trained_on = [entry["sha256"] for entry in read_json(folder / SOURCES)]
             require(
-                digests == [entry["sha256"] for entry in read_json(folder / SOURCES)],
+                digests == trained_on,
                 "data.sources",
                 f"{source} has other contents than {old}, on which the run in {run} was trained",
                 "Omit the setting: the run has a copy of its tokens.",

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from parcae.files import number
+
 StepVerdict = Literal["ok", "spike", "skip"]
 
 SPIKE_DEVIATIONS = 6.0
@@ -38,7 +40,7 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         for name in self.state():
-            setattr(self, name, state[name])
+            setattr(self, name, number(state[name]))
 
     def record(self, loss: float, gradient_norm: float) -> StepVerdict:
         """Count a step; "skip" if it must not be taken, "spike" if its loss is far above the mean.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from parcae.config import ConfigError
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, interpreting, lock_folder, nan_to_none
+from parcae.files import FileError, interpreting, lock_folder, nan_to_none, number
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import to_dict
@@ -103,6 +104,11 @@ def _verify(corpora: Corpora, workers: Workers, display: Display) -> FileError |
     except FileError as error:
         return error
     return None
+
+
+def _loss(values: Mapping[str, Any]) -> Loss:
+    numbers: dict[str, Any] = {name: x and number(x) for name, x in values.items()}
+    return Loss(**numbers)
 
 
 class Trainer:
@@ -358,12 +364,15 @@ class Trainer:
     def _restore(self, step: int, state: dict[str, Any]) -> None:
         """Set all but the tensors from the contents of state.json."""
         self.learner.restore(step, state)
-        self.seconds, self.executed_flops = state["seconds"], state["executed_flops"]
-        self.training_seconds = state["training_seconds"]
-        self.best_loss = math.inf if state["best_loss"] is None else state["best_loss"]
-        self.recent_losses.extend(state["recent_losses"])
+        self.seconds, self.executed_flops = (
+            number(state["seconds"]),
+            number(state["executed_flops"]),
+        )
+        self.training_seconds = number(state["training_seconds"])
+        self.best_loss = math.inf if state["best_loss"] is None else number(state["best_loss"])
+        self.recent_losses.extend(map(number, state["recent_losses"]))
         self.first_telemetry = state["first_telemetry"]
-        losses = {int(t): Loss(**values) for t, values in state["validation"].items()}
+        losses = {int(t): _loss(values) for t, values in state["validation"].items()}
         self.last_validation = (step, losses) if losses else None
 
     def _diagnose(self) -> str:
