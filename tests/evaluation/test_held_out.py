@@ -180,9 +180,9 @@ def test_a_misspelt_separator_is_named(run, tmp_path, capsys):
     held_out(run, tmp_path / "one", *options, "<|endoftex|>")
     assert "'<|endoftex|>' splits the file nowhere. Is it misspelt?" in capsys.readouterr().out
     held_out(run, tmp_path / "two", *options, "<|endoftext|>")
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert "stories.txt, 2 documents" in printed
-    assert "misspelt" not in printed
+    assert "splits the file nowhere" not in printed
 
 
 def test_a_separator_needs_a_file_of_texts(run, capsys):
