@@ -393,7 +393,8 @@ FAULTS = {
             "flipped bit",
             "found where a checksum covers the file, else the result that belongs to the content; "
             "one line, never a trace",
-            "a random bit of every file of the input and of a finished output",
+            "a random bit of files of every kind: of the input, of a finished output, of what a "
+            "killed command left",
             flipped_bits,
         ),
         FaultKind(
