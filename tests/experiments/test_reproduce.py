@@ -248,6 +248,18 @@ def test_results_that_were_edited(change, problem, trained, tmp_path):
         reproduce("more-loops", tmp_path, redraw=True)
 
 
+def test_a_recipe_that_was_changed_is_written_again(tmp_path):
+    """A run has the name of its recipe, and would be taken for it."""
+    store, run = Store(tmp_path), next(Loops().runs(Scale("toy", 1, {})))
+    store._prepare([run])
+    path = tmp_path / "recipes" / f"{run.key}.toml"
+    text = path.read_text()
+    path.write_text(text.replace("mean_loops = 1", "mean_loops = 3"))
+    assert path.read_text() != text
+    store._prepare([run])
+    assert path.read_text() == text
+
+
 @pytest.mark.parametrize("content", ["[]", '{"a": 1}', '{"a": {"1-2": []}}'])
 def test_processor_times_that_were_edited(content, tmp_path):
     (tmp_path / "cpu.json").write_text(content)

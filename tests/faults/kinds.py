@@ -56,8 +56,7 @@ def _failing(mode: str, kind: str, error: int) -> Callable[..., Tried]:
         for event in [only] if only else trial.events(kind) or [1]:
             trial.reset()
             ended = trial.run(fault=Fault(mode, kind, event, error))
-            codes = (0, 1, 2) if trial.command.name in ("sweep", "reproduce") else (0, 2)
-            problems = ended.problems(codes) + trial.half_written()
+            problems = ended.problems(_codes(trial.command)) + trial.half_written()
             if ended.code == 0:
                 problems += trial.is_as_expected(ended)
                 tried.add(f"event {event}", "the same result", problems)
@@ -67,6 +66,11 @@ def _failing(mode: str, kind: str, error: int) -> Callable[..., Tried]:
         return tried
 
     return fail
+
+
+def _codes(command: Command) -> tuple[int, ...]:
+    """Exit codes of a command that may be refused; 1 is that of runs which failed."""
+    return (0, 1, 2) if command.name in ("sweep", "reproduce") else (0, 2)
 
 
 def short_writes(trial: Trial, only: int | None = None) -> Tried:
@@ -228,8 +232,8 @@ def flipped_bits(trial: Trial, only: int | None = None) -> Tried:
             bit = flip(trial.cell / path, rng)
             name = f"{state}, {path}, bit {bit}"
             ended = trial.run(again=state != "new")
-            problems = ended.problems((0, 2))
-            if problems or ended.code == 2:
+            problems = ended.problems(_codes(trial.command))
+            if problems or ended.code:
                 tried.add(name, "refused in one line", problems)
                 continue
             problems = trial.is_as_expected(ended)
@@ -389,7 +393,8 @@ FAULTS = {
             "flipped bit",
             "found where a checksum covers the file, else the result that belongs to the content; "
             "one line, never a trace",
-            "a random bit of every file of the input and of a finished output",
+            "a random bit of files of every kind: of the input, of a finished output, of what a "
+            "killed command left",
             flipped_bits,
         ),
         FaultKind(

@@ -107,8 +107,9 @@ class Store:
         to_do = [run for run in unique.values() if not self.has_ended(run)]
         for run in to_do:
             path = self._request(run).recipe
-            if not path.exists():
-                write_text(path, write_toml(recipe_to_dict(self._with_data(run.recipe))))
+            text = write_toml(recipe_to_dict(self._with_data(run.recipe)))
+            if not path.exists() or path.read_bytes() != text.encode():  # it has no checksum
+                write_text(path, text)
         return to_do
 
     def _request(self, run: Run) -> RunRequest:
