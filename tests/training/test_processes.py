@@ -64,6 +64,25 @@ def together(size, function, *arguments):
     assert [worker.exitcode for worker in workers] == [0] * len(workers)
 
 
+def form_group(port, restart):
+    """As torchrun's processes do, whose restarts share one store; rank 1 comes late."""
+    names = {"TORCHELASTIC_USE_AGENT_STORE": True, "GROUP_WORLD_SIZE": 1}
+    names |= {"TORCHELASTIC_RESTART_COUNT": restart, "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in names.items()})
+    if os.environ["RANK"] == "1":
+        time.sleep(2 * restart)
+    with open_workers(RunConfig(device="cpu")):
+        torch.distributed.barrier()
+        if restart == 0:
+            os._exit(0)  # dies without a word
+
+
+def test_a_restart_does_not_connect_to_processes_that_died():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    for restart in range(2):
+        together(2, form_group, store.port, restart)
+
+
 def go(recipe, out, resume=False, stop_after=None):
     if stop_after is not None:
         real = trainer.Trainer._train_step

@@ -62,6 +62,9 @@ class Schedule:
     rows onto plateaus, so it is for warm starts and survivors of successive halving only."""
 
 
+TO_CONVERGENCE = Schedule()
+
+
 @dataclass
 class Minimum:
     """The last point of each row, in the order of the starts."""
@@ -84,7 +87,7 @@ Chooser = Callable[[int, np.ndarray], "np.ndarray | None"]
 def minimise(
     function: Function,
     start: np.ndarray,
-    schedule: Schedule = Schedule(),  # noqa: B008
+    schedule: Schedule = TO_CONVERGENCE,
     choose: Chooser | None = None,
 ) -> Minimum:
     """Minimise from every column of `start`."""

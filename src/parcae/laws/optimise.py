@@ -59,6 +59,9 @@ class Search:
     """Drop the worse starts early (`HALVING`) instead of following all to convergence."""
 
 
+DEFAULT_SEARCH = Search()
+
+
 @dataclass(frozen=True)
 class StartCounts:
     """What became of the random starts of a fit."""
@@ -100,7 +103,7 @@ class LawFit:
 def fit_law(
     law: Law,
     points: Points,
-    search: Search = Search(),  # noqa: B008
+    search: Search = DEFAULT_SEARCH,
     frozen: Mapping[str, float] | None = None,
 ) -> LawFit:
     """Fit a law to points; parameters in `frozen` keep their values."""

@@ -26,6 +26,7 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -228,11 +229,25 @@ def open_workers(config: RunConfig) -> Iterator[Workers]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    _form_group(backend)
     try:
         yield ShardedWorkers(device) if config.parallel == "fsdp" else ReplicatedWorkers(device)
     finally:
         dist.destroy_process_group()
+
+
+def _form_group(backend: str) -> None:
+    """`dist.init_process_group`, with keys of its own for each restart of torchrun.
+
+    All restarts share torchrun's store, where a process may find the address of one that has died
+    before the new one has written its own. Nodes may count restarts differently, so several nodes
+    use PyTorch's keys.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"restart-{restart}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
 @contextmanager
