@@ -106,9 +106,10 @@ def interpreting(
 
 
 def number(value: Any) -> Any:
-    """A value of a file that must be a number; TypeError if it is not."""
+    """A value of a file that must be a number; TypeError or OverflowError if it is not."""
     if not isinstance(value, int | float):
         raise TypeError(f"{value!r:.100} is not a number")
+    float(value)  # some integers are too large
     return value
 
 

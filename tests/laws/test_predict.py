@@ -11,7 +11,7 @@ import pytest
 import parcae
 from parcae.config import ConfigError
 from parcae.experiments.paper_runs import paper_table
-from parcae.files import FileError, write_sealed
+from parcae.files import FileError, read_sealed, write_sealed
 from parcae.laws import predict
 from parcae.laws.fit import fit, read_fit
 from parcae.laws.forms import TRAINING, UNIFIED
@@ -186,6 +186,17 @@ def test_a_model_is_chosen_or_named(path):
     assert predict.choose_model(models, None).model == "parcae-370m"
     with pytest.raises(ConfigError, match="Did you mean parcae-370m"):
         predict.choose_model(models, "parcae-37m")
+
+
+@pytest.mark.parametrize("value", ["x", None, [1.0], 10**400], ids=["text", "none", "list", "huge"])
+def test_values_of_wrong_types_are_refused(value, path, tmp_path):
+    for change in ({"factor": value}, {"samples": [[value, 1.0]]}, {"budgets": [value]}):
+        tree = read_sealed(path, "")
+        for law in tree["models"]["parcae-370m"]["fitted"]["power_laws"].values():
+            law.update(change)
+        write_sealed(tmp_path / "fit.json", tree)
+        with pytest.raises(FileError, match="not a fit"):
+            read_fit(tmp_path / "fit.json")
 
 
 def test_a_file_that_was_changed_is_refused(path, tmp_path):

@@ -33,6 +33,7 @@ import numpy as np
 from parcae.config import ConfigError, require
 from parcae.console import format_items
 from parcae.data.packing import Method, Packing, pack
+from parcae.schema import shorten
 
 STATE_VERSION = 2
 """2: the order of documents follows from their lengths, not from the name of their source."""
@@ -351,7 +352,7 @@ def _require_same(name: str, saved: object, mine: object) -> None:
     require(
         saved == mine,
         f"loader state, {name}",
-        f"saved with {saved!r}, but this loader has {mine!r}, so the rows would differ",
+        f"saved with {shorten(saved)}, but this loader has {mine!r}, so the rows would differ",
         "Use the same documents and settings, or start without the state.",
     )
 

@@ -21,6 +21,7 @@ from parcae.evaluation.prompts import Answer, Prompt, continuations
 from parcae.evaluation.results import Samples, coverage, job_result
 from parcae.evaluation.scorer import Scorer
 from parcae.evaluation.tasks import Fields, find, read_lines
+from parcae.schema import shorten
 
 
 class Question(NamedTuple):
@@ -67,7 +68,9 @@ def _arc(fields: Fields) -> Question:
     choices, labels = inner.texts("text"), inner.texts("label")
     answer = fields.text("answerKey")
     if answer not in labels or len(labels) != len(choices):
-        raise fields.error(f"{answer!r} is not one of the labels {list(labels)}", "answerKey")
+        raise fields.error(
+            f"{shorten(answer)} is not one of the labels {shorten(list(labels))}", "answerKey"
+        )
     return Question(f"Question: {fields.text('question')}\nAnswer:", choices, labels.index(answer))
 
 

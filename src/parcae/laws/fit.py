@@ -369,7 +369,7 @@ def read_fit(path: str | Path) -> dict[str, ModelLaws]:
         raise FileError(f"{path}: format {tree.get('format')!r}, expected {FORMAT}. {REMEDY}")
     try:
         return {name: _read_model(name, model["fitted"]) for name, model in tree["models"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__}: {error}"[:300]
         raise FileError(f"{path}: not a fit ({reason}). {REMEDY}") from None
 
@@ -384,10 +384,10 @@ def _read_model(name: str, tree: dict[str, Any]) -> ModelLaws:
         laws={key: _read_law(law) for key, law in tree["laws"].items()},
         power_laws={
             key: isoflop.PowerLaw(
-                law["factor"],
-                law["exponent"],
-                tuple(law["budgets"]),
-                tuple((factor, exponent) for factor, exponent in law["samples"]),
+                float(law["factor"]),
+                float(law["exponent"]),
+                tuple(map(float, law["budgets"])),
+                tuple((float(factor), float(exponent)) for factor, exponent in law["samples"]),
             )
             for key, law in tree["power_laws"].items()
         },

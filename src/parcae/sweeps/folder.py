@@ -23,6 +23,7 @@ from parcae.files import (
     FileError,
     interpreting,
     is_in_use,
+    number,
     path_inside,
     read_json,
     read_sealed,
@@ -97,12 +98,9 @@ class SweepFolder:
             runs = [{**run, "recipe": recipe_from_tree(run["recipe"])} for run in tree["runs"]]
             for run in runs:
                 path_inside(self.path / "runs", run["name"])
-                if not (
-                    isinstance(run["settings"], dict)
-                    and isinstance(run["model"], str)
-                    and isinstance(run["budget"], int | float | None)
-                ):
-                    raise ValueError(f"the model, budget or settings of {run['name']}")
+                if not (isinstance(run["settings"], dict) and isinstance(run["model"], str)):
+                    raise ValueError(f"the model or settings of {run['name']}")
+                number(run["budget"] or 0)
             return tuple(PlannedRun(**run) for run in runs)
 
     def write_plan(self, runs: Iterable[PlannedRun]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError, require
-from parcae.files import write_text
+from parcae.files import FileError, interpreting, write_text
 from parcae.recipe import flatten, merge, write_toml
 from parcae.runs import TrainResult, find_run
 from parcae.runs.checkpoints import last_state
@@ -168,8 +168,10 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
     prepare_corpora(recipe, run, report)
     if state is not None:
         try:
-            check_same_data(open_corpora(recipe, run), state["sources"], run)
-        except ConfigError:
+            corpora = open_corpora(recipe, run)
+            with interpreting(run / CHECKPOINTS_FOLDER, "Was a state.json edited?", (ConfigError,)):
+                check_same_data(corpora, state["sources"], run)
+        except (ConfigError, FileError):
             for folder in set((run / DATA_FOLDER).glob("[0-9]*")) - copies:
                 shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -373,6 +373,8 @@ class Trainer:
         self.recent_losses.extend(map(number, state["recent_losses"]))
         self.first_telemetry = state["first_telemetry"]
         losses = {int(t): _loss(values) for t, values in state["validation"].items()}
+        if losses:
+            self.deciding_loss(losses)  # has to be among them
         self.last_validation = (step, losses) if losses else None
 
     def _diagnose(self) -> str:
