@@ -86,4 +86,4 @@ bench: $(STAMP)  ## compare the speed of a training step with a plain implementa
 	$(BIN)/python benchmarks/train_step.py
 
 clean:  ## remove everything the other targets created
-	rm -rf $(VENV) .venv-vllm .venv-api out .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm .venv-api out .pytest_cache .ruff_cache .hypothesis .schemathesis .import_linter_cache

@@ -37,6 +37,7 @@ class EndedProcess:
     """What a launcher needs of the `Popen` of a run that was trained at its start."""
 
     returncode: int
+    pid: int = -1
 
     def poll(self) -> int:
         return self.returncode

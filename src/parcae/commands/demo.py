@@ -42,13 +42,15 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from parcae import console
-    from parcae.experiments.tasks import train_task
     from parcae.recipe import parse_flags
-    from parcae.training.run import train
     from parcae.training.settings import resolve_recipe
 
     overrides = parse_flags(arguments.settings)
-    recipe, task_recipe = resolve_recipe("demo", overrides), _task_recipe(overrides)
+    recipe = resolve_recipe("demo", overrides)
+    from parcae.experiments.tasks import train_task  # the recipe's errors do not wait for torch
+    from parcae.training.run import train
+
+    task_recipe = _task_recipe(overrides)
     folder, task_folder = arguments.out / "run", arguments.out / "pointers"
     console.out.print(
         "A looped model applies the same layers to its activations several times: the same\n"
