@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     console.out.print(
         "1. Following pointers. Given 2 -> 5, 5 -> 1, ... in random order, where do three hops\n"
-        "   from 2 lead? Each hop depends on the one before. About a minute.\n",
+        "   from 2 lead? Each hop depends on the one before. About two minutes.\n",
         highlight=False,
     )
     result = _train(task_recipe, task_folder, arguments.overwrite, train_task)
