@@ -117,9 +117,10 @@ def test_another_number_of_threads_is_announced(killed, monkeypatch, capsys):
         {"validation": {"3": {"loss": "1", "perplexity": 2.0, "bits_per_byte": None}}},
         {"guard": {}},
         {"validation": {"2": {"loss": 1.0, "perplexity": 2.0, "bits_per_byte": None}}},
+        {"sources": [3]},
     ],
 )
-def test_counters_of_wrong_types(change, killed):
+def test_a_state_of_wrong_types(change, killed):
     (checkpoint,) = list_checkpoints(killed)[-1:]
     state = {**read_state(checkpoint), **change}
     step = state.pop("step")
@@ -127,20 +128,9 @@ def test_counters_of_wrong_types(change, killed):
         del state[name]
     (checkpoint / "state.json").unlink()
     write_state(checkpoint, step, state)
-    with pytest.raises(FileError, match=r"state\.json: a value is missing or wrong"):
+    with pytest.raises(FileError, match="a value is missing or wrong") as error:
         parcae.train(killed, resume=True)
-
-
-def test_fingerprints_of_a_wrong_type(killed):
-    (checkpoint,) = list_checkpoints(killed)[-1:]
-    state = {**read_state(checkpoint), "sources": [3]}
-    step = state.pop("step")
-    for name in ("format", "files", "sha256"):
-        del state[name]
-    (checkpoint / "state.json").unlink()
-    write_state(checkpoint, step, state)
-    with pytest.raises(FileError, match=r"a value is missing or wrong.*state\.json"):
-        parcae.train(killed, resume=True)
+    assert "state.json" in str(error.value)
 
 
 def test_other_data_is_refused(killed, shards, tmp_path):
