@@ -246,7 +246,7 @@ def _form_group(backend: str) -> None:
     store, rank, world_size = next(rendezvous("env://", timeout=TIMEOUT))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"restart-{restart}", store)  # pyright: ignore
+        store = dist.PrefixStore(f"restart-{restart}", store)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
