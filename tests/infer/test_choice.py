@@ -24,6 +24,11 @@ def passes(native: float, plain: float, sizes: list[int]):
     return of
 
 
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    monkeypatch.setattr(choice, "seconds_without_core", lambda: 0.0)
+
+
 @pytest.mark.parametrize(("native", "plain", "expected"), [(0, 0.004, True), (0.004, 0, False)])
 def test_the_faster_one_wins_and_is_remembered(native, plain, expected, tmp_path):
     measured: list[int] = []
@@ -63,6 +68,19 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     for _ in range(2):
         assert choices.prefers_native(1, passes(0, 0.004, measured))
     assert measured == [1], "kept in the process"
+
+
+def test_what_other_programs_held_up_is_not_kept(tmp_path, monkeypatch):
+    measured: list[int] = []
+    choices = Choices("cpu", "shape", tmp_path)
+    choices.prefers_native(1, passes(0, 0.004, measured))
+    monkeypatch.setattr(choice, "seconds_without_core", time.perf_counter)  # waits all the time
+    for _ in range(2):
+        assert not choices.prefers_native(2, passes(0.004, 0, measured))
+    assert measured == [1, 2], "kept in the process"
+    for size in (1, 2):
+        assert Choices("cpu", "shape", tmp_path).prefers_native(size, passes(0, 0.004, measured))
+    assert measured == [1, 2, 2], "but not in the file"
 
 
 def test_two_processes_keep_what_both_measured(tmp_path):

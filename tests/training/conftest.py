@@ -14,7 +14,7 @@ def text(tmp_path_factory):
     return runs.write_text(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")  # also for fixtures of modules
 def one_thread():
     """Bits are compared, and with other processes about one thread is faster than two."""
     before = torch.get_num_threads()

@@ -180,6 +180,19 @@ def test_a_checkpoint_goes_on_with_another_number_of_processes(
     assert rows_of(tmp_path / "run") == rows_of(reference)
 
 
+def go_restarted(recipe, out):
+    """As on two nodes of which only the second has counted the restart."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["RANK"]
+    go(recipe, out)
+
+
+def test_processes_agree_that_torchrun_has_restarted_them(alone, tmp_path):
+    recipe = runs.changed(with_parallel(alone[0], "ddp"), budget={"steps": 4})
+    together(2, go, recipe, tmp_path / "run", False, 2)
+    together(2, go_restarted, recipe, tmp_path / "run")
+    assert [step for step, *_ in runs.curve(tmp_path / "run")] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_process_starts_from_the_same_weights(kind, alone, tmp_path):
     """Two processes from the weights of a run train what one does from them."""

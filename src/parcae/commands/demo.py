@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = _train(task_recipe, task_folder, arguments.overwrite, train_task)
     if result.status == "finished":
         console.out.print(
-            "\n2. Writing Python, after the source of Python's standard library. Three to four\n"
+            "\n2. Writing Python, after the source of Python's standard library. About three\n"
             "   minutes.\n"
         )
         result = _train(recipe, folder, arguments.overwrite, train)

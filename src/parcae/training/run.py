@@ -95,8 +95,6 @@ def train(
                 raise ConfigError("out: missing. Give the folder of the run.")
             out = default_folder(recipe)
         recipe = resolve_recipe(recipe, overrides)
-    if not resume and was_restarted(Path(out)):
-        recipe, resume = read_recipe(Path(out)), True
     from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
 
     return train_recipe(recipe, Path(out), resume)
@@ -105,7 +103,7 @@ def train(
 def was_restarted(run: Path) -> bool:
     """Whether `torchrun` has started this process again, after one died, and there is a run.
 
-    All processes agree: none is past the forming of their group, so none has written yet.
+    Nodes may count restarts differently, so the processes of a run have to agree on it.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return restarts.isdecimal() and int(restarts) > 0 and (run / METRICS_FILE).exists()

@@ -30,7 +30,7 @@ from parcae.training.log import Display, Log, open_trackers
 from parcae.training.memory_estimate import choose_micro_batch
 from parcae.training.messages import end_message, start_messages
 from parcae.training.plan import peak_flops
-from parcae.training.run import read_recipe, resume_run, start_run
+from parcae.training.run import read_recipe, resume_run, start_run, was_restarted
 from parcae.training.schedule import flops_per_step, tokens_per_step
 from parcae.training.settings import Recipe, recipe_to_dict, with_absolute_paths
 from parcae.training.start import read_start
@@ -53,6 +53,8 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult
     with ExitStack() as stack:
         stack.enter_context(SpinLimiter())
         workers = stack.enter_context(open_workers(recipe.run))
+        if not resume and workers.any(was_restarted(out)):
+            recipe, resume = with_absolute_paths(read_recipe(out)), True
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
         recipe = _with_micro_batch(recipe, out, resume, workers, display)

@@ -2,7 +2,8 @@
 
 For each model shape and size of pass (1, 2, 4, ... tokens) both are timed for some milliseconds
 when the first pass of that size is due. The winner stays the same for the life of the process, and
-is kept in the cache folder, in a file for this CPU, library, PyTorch and number of threads.
+is kept in the cache folder, in a file for this CPU, library, PyTorch and number of threads, unless
+other programs held the measurement up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parcae import files
+from parcae.machine import SpinLimiter, seconds_without_core
 
 ROUNDS = 6
 SECONDS = 0.03
@@ -29,15 +31,20 @@ class Choices:
         """`machine` and `shape` describe everything that the times depend on."""
         self._path = folder / f"choices-{_digest(machine)}.json"
         self._shape = _digest(shape)
-        self._by_size: dict[str, bool] = dict(_read(self._path).get(self._shape, {}))
+        self._kept = dict(_read(self._path).get(self._shape, {}))
+        self._by_size = dict(self._kept)
 
     def prefers_native(self, tokens: int, passes: Callable[[int], Passes]) -> bool:
         """Whether a pass of this many tokens is to run in C++. `passes` returns functions that run
         a pass of a given size in C++ and in PyTorch."""
         size = 1 << max(0, tokens - 1).bit_length()
         if str(size) not in self._by_size:
+            waited, start = seconds_without_core() or 0.0, time.perf_counter()
             self._by_size[str(size)] = native_is_faster(*passes(size))
-            self._write()
+            waited = (seconds_without_core() or 0.0) - waited
+            if waited <= SpinLimiter.BUSY * (time.perf_counter() - start):
+                self._kept[str(size)] = self._by_size[str(size)]
+                self._write()
         return self._by_size[str(size)]
 
     def _write(self) -> None:
@@ -46,7 +53,7 @@ class Choices:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             stored = _read(self._path)
-            stored[self._shape] = {**stored.get(self._shape, {}), **self._by_size}
+            stored[self._shape] = {**stored.get(self._shape, {}), **self._kept}
             files.write_json(self._path, stored)
         except OSError:  # not kept, which costs a measurement in the next run
             pass

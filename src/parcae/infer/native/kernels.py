@@ -34,7 +34,7 @@ from parcae.machine import cache_folder, is_private
 SOURCE = Path(__file__).with_name("pass.cpp")
 FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
-    *("-std=c++17", "-shared", "-fPIC", "-pthread"),
+    *("-std=c++20", "-shared", "-fPIC", "-pthread"),
 )
 """PARCAE_CXXFLAGS adds to them: -march=x86-64-v3, -fsanitize=address, -fno-openmp."""
 COMPILE_TIMEOUT = 120

@@ -90,21 +90,18 @@ void write_kv(const Team& team, const Layer& layer, const Tokens& tokens, const 
     team.sync();
 }
 
-// Each thread computes a range of (token, head) pairs.
+// Threads share the tokens, or where there are few, the heads of each.
 void attend_all(const Team& team, const Layer& layer, const Tokens& tokens, const KvCache& kv,
                 const Scratch& scratch) {
     const int64_t H = layer.heads, K = layer.kv_heads, E = layer.head_dim;
-    int64_t job, end;
-    team.share(tokens.count * H, 1, job, end);
-    while (job < end) {
-        int64_t t = job / H, first = job % H, last = std::min(H, first + end - job);
-        int64_t at = tokens.index(t);
-        Heads heads{first, last, H / K, E, 2 * K * E, layer.score_scale};
+    const int64_t parts = tokens.count < 2 * team.size ? std::min<int64_t>(H, team.size) : 1;
+    team.for_each(tokens.count * parts, [&](int64_t job) {
+        const int64_t t = job / parts, part = job % parts, at = tokens.index(t);
+        Heads heads{H * part / parts, H * (part + 1) / parts, H / K, E, 2 * K * E, layer.score_scale};
         attend(heads, scratch.projected + t * layer.inner.out,
                kv.data + tokens.rows[at] * kv.row_stride, tokens.positions[at] + 1,
                scratch.scores, scratch.scores_stride, scratch.attended + t * H * E);
-        job += last - first;
-    }
+    });
     team.sync();
 }
 

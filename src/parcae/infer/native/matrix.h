@@ -267,16 +267,7 @@ void multiply(const Team& team, const Matrix& a, const typename Kind::Input* x, 
         if (row + PANEL <= a.out) put(token, row, PANEL, values);  // with a constant, for speed
         else put(token, row, a.out - row, values);
     };
-    int64_t panel, end;
-    team.share(panel_count(a.out), 1, panel, end);
-    for (; tokens == 1 && panel + GEMV_PANELS <= end; panel += GEMV_PANELS) {
-        for (int p = 0; p < GEMV_PANELS; p++)
-            Kind::start(panels + (panel + p) * bytes, a.in, sums + p * PANEL);
-        tile<Kind, 1, GEMV_PANELS>(panels + panel * bytes, bytes, Kind::steps(a.in), x, x_stride, sums,
-                                   Ahead{});
-        for (int p = 0; p < GEMV_PANELS; p++) put_panel(0, panel + p, sums + p * PANEL);
-    }
-    for (; panel < end; panel++)
+    auto multiply_one = [&](int64_t panel) {
         for (int64_t first = 0; first < tokens; first += CHUNK) {
             const int64_t count = std::min(CHUNK, tokens - first);
             const char* weights = panels + panel * bytes;
@@ -284,6 +275,24 @@ void multiply(const Team& team, const Matrix& a, const typename Kind::Input* x, 
             multiply_panel<Kind>(weights, a.in, x + first * x_stride, x_stride, count, sums);
             for (int64_t t = 0; t < count; t++) put_panel(first + t, panel, sums + t * PANEL);
         }
+    };
+    const int64_t all = panel_count(a.out);
+    if (tokens > 1 || all < GEMV_PANELS * team.size) {
+        team.for_each(all, multiply_one);
+        return;
+    }
+    team.for_each((all + GEMV_PANELS - 1) / GEMV_PANELS, [&](int64_t group) {
+        int64_t panel = group * GEMV_PANELS;
+        if (panel + GEMV_PANELS > all) {
+            for (; panel < all; panel++) multiply_one(panel);
+            return;
+        }
+        for (int p = 0; p < GEMV_PANELS; p++)
+            Kind::start(panels + (panel + p) * bytes, a.in, sums + p * PANEL);
+        tile<Kind, 1, GEMV_PANELS>(panels + panel * bytes, bytes, Kind::steps(a.in), x, x_stride, sums,
+                                   Ahead{});
+        for (int p = 0; p < GEMV_PANELS; p++) put_panel(0, panel + p, sums + p * PANEL);
+    });
 }
 
 // Working memory for the inputs of int8 products.
