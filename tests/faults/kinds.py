@@ -264,10 +264,12 @@ def rank_dies(trial: Trial, only: int | None = None) -> Tried:
             if step == 0:
                 expected = found
                 continue
-            if "Resumed at step" not in ended.stdout:
+            resumed = "Resumed at step" in ended.stdout
+            if not resumed and step > 3:  # in step 3 the only checkpoint may still be in writing
                 problems.append("did not resume")
             problems += differences(found, expected) + leftovers(trial.cell / "out")
-            tried.add(f"{parallel}, step {step}", "the same result", problems)
+            seen = "the same result" if resumed else "began again, the same result"
+            tried.add(f"{parallel}, step {step}", seen, problems)
     return tried
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 TIMES = {"seconds", "training_seconds", "tokens_per_second", "peak_fraction", "core_minutes"}
 MINUTES = re.compile(rb"[\d.]+ core-(minutes|hours)")
-CHECKSUMS = {"state.json": "sha256", "result.json": "seal"}
+CHECKSUMS = {"state.json": ("sha256", "files"), "result.json": ("seal",)}
+"""Fields that follow from the times, or from the order of metadata in shards."""
 LEFT_OUT = ("*.log", "*/cpu.json")
 """Records of processes and of time."""
 
@@ -32,9 +33,12 @@ def digest(path: Path) -> str:
     data = path.read_bytes()
     try:
         if path.suffix == ".json":
-            data = _plain(json.loads(data), CHECKSUMS.get(path.name))
+            data = _plain(json.loads(data), CHECKSUMS.get(path.name, ()))
         elif path.suffix == ".jsonl":
             data = b"\n".join(_plain(json.loads(line)) for line in data.splitlines())
+        elif path.suffix == ".safetensors":
+            size = 8 + int.from_bytes(data[:8], "little")
+            data = _plain(json.loads(data[8:size])) + data[size:]  # the order of metadata is random
         elif path.suffix == ".md":
             data = MINUTES.sub(b"", data)
     except ValueError:
@@ -42,11 +46,10 @@ def digest(path: Path) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _plain(tree: Any, checksum: str | None = None) -> bytes:
-    """`checksum`: the field of that of the file itself, which follows from the times."""
+def _plain(tree: Any, left_out: Iterable[str] = ()) -> bytes:
     if isinstance(tree, dict):
-        tree = {key: value for key, value in tree.items() if key != checksum}
-    return json.dumps(_timeless(tree)).encode()
+        tree = {key: value for key, value in tree.items() if key not in left_out}
+    return json.dumps(_timeless(tree), sort_keys=True).encode()
 
 
 def _timeless(tree: Any) -> Any:
