@@ -33,7 +33,7 @@ def make_app(**options) -> FastAPI:
     from parcae.serving.app import create_app
 
     limits = {name: options.pop(name) for name in list(options) if hasattr(ServerSettings, name)}
-    settings = ServerSettings(**{"cache_gb": 0.1, **limits})
+    settings = ServerSettings(**{"cache_gib": 0.1, **limits})
     return create_app(named={"tiny": checkpoint()}, settings=settings, **options)
 
 

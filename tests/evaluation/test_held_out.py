@@ -17,7 +17,7 @@ from parcae.data.shards import HEAD
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.paired import compare_evaluations
-from parcae.evaluation.run import evaluate
+from parcae.evaluation.run import default_folder, evaluate
 from parcae.recipe import write_toml
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
@@ -204,3 +204,11 @@ def test_damaged_rows_and_settings_do_not_change_the_loss(run, tmp_path, capsys)
     shard.write_bytes(content)
     assert cli.main(["eval", str(copy), "--out", str(tmp_path / "damaged")]) == 2
     assert "damaged (wrong checksum)" in capsys.readouterr().err
+
+
+def test_results_of_a_run_are_in_its_folder(tmp_path):
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "checkpoints"):
+        assert default_folder(path) == tmp_path / "evaluation"
+    step = tmp_path / "checkpoints/step-00000002"
+    assert default_folder(step) == step / "evaluation"

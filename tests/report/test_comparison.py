@@ -104,6 +104,22 @@ def test_loops_can_be_chosen(folders):
         parcae.compare(*folders[:2], loops=(1, 2, 3))
 
 
+def test_a_loss_at_other_loops_is_named(tmp_path):
+    run = fakes.looped_run(tmp_path / "run")
+    evaluate(run / "evaluation", [1, 0])
+    (run / "result.json").unlink()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        for values in (line.get("losses", {}), line.get("bits_per_byte", {})):
+            values.pop("8", None)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    comparison = parcae.compare(run)
+    assert "loss" not in comparison.table()[0]
+    (note,) = comparison.notes
+    assert "run was validated in training at T = 1, 2, 4, 16, not at 8" in note
+    assert parcae.compare(run, loops="each").notes == []
+
+
 def test_scores_of_an_older_checkpoint_are_named(tmp_path):
     run = fakes.looped_run(tmp_path / "run")
     evaluate(run / "evaluation", [1, 0], "run/checkpoints/step-00000030")

@@ -426,7 +426,7 @@ def test_the_default_depth_is_within_the_limit(plain_engine):
 
 
 def test_a_request_larger_than_the_cache_is_refused():
-    app = make_app(cache_gb=1e-5)
+    app = make_app(cache_gib=1e-5)
     with listening(app) as url:
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 60})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")

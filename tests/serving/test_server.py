@@ -251,7 +251,7 @@ def test_every_setting_is_an_option():
 def test_names_of_models(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "out/demo/run")
-    served = models.open_models(["demo", f"b={folder}", folder], ServerSettings(cache_gb=0.1))
+    served = models.open_models(["demo", f"b={folder}", folder], ServerSettings(cache_gib=0.1))
     try:
         assert list(served) == ["demo", "b", folder.name]
         assert served["b"].card()["parcae"]["looped"]

@@ -26,7 +26,7 @@ from parcae.files import lock_folder, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
-from parcae.runs.layout import EVALUATION_FOLDER
+from parcae.runs.layout import CHECKPOINTS_FOLDER, EVALUATION_FOLDER
 from parcae.schema import require_range
 
 if TYPE_CHECKING:
@@ -184,7 +184,9 @@ def evaluate(
 def default_folder(model: str | Path) -> Path:
     """Where `parcae eval` writes: below the model, or below out/ for a model of the hub."""
     path = Path(model)
-    return path / EVALUATION_FOLDER if path.is_dir() else Path("out", EVALUATION_FOLDER, path.name)
+    if not path.is_dir():
+        return Path("out", EVALUATION_FOLDER, path.name)
+    return (path.parent if path.name == CHECKPOINTS_FOLDER else path) / EVALUATION_FOLDER
 
 
 def _evaluate(

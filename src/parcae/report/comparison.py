@@ -147,7 +147,8 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
     ]
     pairs, notes = _compare_pairs(compared, chosen, loops)
-    return Comparison(rows, pairs, [*_not_comparable(compared), *_stale(compared), *notes])
+    notes = [*_without_loss(compared, chosen), *_not_comparable(compared), *_stale(compared), *notes]
+    return Comparison(rows, pairs, notes)
 
 
 def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:
@@ -218,6 +219,22 @@ def _compare_pairs(
         else:
             pairs.append((second.name, pair))
     return pairs, notes
+
+
+def _without_loss(
+    compared: Sequence[Compared], chosen: Sequence[Sequence[int | None]]
+) -> list[str]:
+    """A note on each run that was validated, but not at the loops of its row."""
+    notes = []
+    for one, counts in zip(compared, chosen, strict=True):
+        validated = one.run.validations[-1].depths if one.run and one.run.validations else {}
+        if validated and not any(count in validated for count in counts):
+            measured = ", ".join(map(str, validated))
+            notes.append(
+                f"{one.name} was validated in training at T = {measured}, not at {counts[0]}, so its "
+                "loss is left out."
+            )
+    return notes
 
 
 def _not_comparable(compared: Sequence[Compared]) -> list[str]:

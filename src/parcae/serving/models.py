@@ -172,8 +172,8 @@ PARAMS = {
 
 
 def _cache_bytes(model: LanguageModel, settings: ServerSettings, share: float) -> int | None:
-    if settings.cache_gb is not None:
-        return int(settings.cache_gb * 1e9)
+    if settings.cache_gib is not None:
+        return int(settings.cache_gib * 2**30)
     free = available_memory(model.device)
     return None if free is None else int(share * free)
 

@@ -15,9 +15,9 @@ class ServerSettings(Settings):
     prefill_tokens: int = setting(
         256, "prompt tokens read between two tokens of the texts being decoded", at_least=1
     )
-    cache_gb: float | None = setting(
+    cache_gib: float | None = setting(
         None,
-        "largest key-value cache of a model, in GB (default: half of the free memory for all)",
+        "largest key-value cache of a model, in GiB (default: half of the free memory for all)",
         above=0,
     )
     max_waiting: int = setting(128, "texts that may wait; more are refused with 429", at_least=1)
