@@ -35,7 +35,7 @@ if [ "$(uname -m)" = x86_64 ]; then
       run "PARCAE_CXXFLAGS=-march=$level" -- "${kernels[@]}"
     else
       echo "== -march=$level: compiled only, this CPU cannot run it"
-      "${CXX:-g++}" -O3 -std=c++17 -fopenmp -fPIC -shared "-march=$level" -o /dev/null \
+      "${CXX:-g++}" -O3 -std=c++20 -fopenmp -fPIC -shared "-march=$level" -o /dev/null \
         src/parcae/infer/native/*.cpp
     fi
   done

@@ -22,7 +22,7 @@ SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 def compiled(compiler: str, flags: str, target: Path) -> Path:
     if shutil.which(compiler) is None:
         pytest.skip(f"{compiler} is not installed")
-    command = [compiler, *flags.split(), "-std=c++17", "-O2", "-ffp-contract=off", "-pthread"]
+    command = [compiler, *flags.split(), "-std=c++20", "-O2", "-ffp-contract=off", "-pthread"]
     folder = f"-I{kernels.SOURCE.parent}"
     subprocess.run([*command, folder, str(CHECK), "-o", str(target)], check=True)
     return target
