@@ -30,10 +30,11 @@ from parcae.experiments.verdicts import NOT_SHOWN, Claim, always, positive
 LOOPS = 8
 RATES = {
     "paper": (2e-4, 4e-4, 6e-4, 8e-4, 1e-3),
-    "micro": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    "micro": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "toy": (1e-3, 1.6e-2),
 }
-"""Small models take larger rates: the grid at micro scale begins at the paper's largest."""
+"""Small models take larger rates: the grid at micro scale begins at the paper's largest. Its last two
+were added when nothing had diverged up to 1.6e-2."""
 SHORT = {"micro": {"steps": 400}, "toy": {"steps": 3}}
 
 
@@ -46,7 +47,7 @@ class LrRobustness(Experiment):
         "residual-norm RDM at the first two, Parcae at all five. Divergent runs learn a spectral "
         "radius of at least 1, convergent ones stay below."
     )
-    core_hours = 0.8
+    core_hours = 1.1
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         budget = SHORT.get(scale.name, {})
