@@ -33,8 +33,8 @@ RATES = {
     "micro": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
     "toy": (1e-3, 1.6e-2),
 }
-"""Small models take larger rates: the grid at micro scale begins at the paper's largest. Its last two
-were added when nothing had diverged up to 1.6e-2."""
+"""Small models take larger rates: the grid at micro scale begins at the paper's largest. Its last
+two were added when nothing had diverged up to 1.6e-2."""
 SHORT = {"micro": {"steps": 400}, "toy": {"steps": 3}}
 
 

@@ -147,8 +147,8 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
     ]
     pairs, notes = _compare_pairs(compared, chosen, loops)
-    notes = [*_without_loss(compared, chosen), *_not_comparable(compared), *_stale(compared), *notes]
-    return Comparison(rows, pairs, notes)
+    about_runs = [*_without_loss(compared, chosen), *_not_comparable(compared), *_stale(compared)]
+    return Comparison(rows, pairs, [*about_runs, *notes])
 
 
 def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:
@@ -231,8 +231,8 @@ def _without_loss(
         if validated and not any(count in validated for count in counts):
             measured = ", ".join(map(str, validated))
             notes.append(
-                f"{one.name} was validated in training at T = {measured}, not at {counts[0]}, so its "
-                "loss is left out."
+                f"{one.name} was validated in training at T = {measured}, not at {counts[0]}, so "
+                "its loss is left out."
             )
     return notes
 
