@@ -153,6 +153,27 @@ def test_only_the_last_texts_of_a_folder_are_compared(run, tmp_path):
     assert row["a"] == pytest.approx(nats)
 
 
+def test_suites_are_added_to_a_folder(run, tmp_path):
+    """An earlier suite stays in the result, and its last document in comparisons."""
+    text, tasks, out = tmp_path / "text.txt", tmp_path / "tasks", tmp_path / "out"
+    text.write_text("alpha beta gamma\n=\ndelta epsilon\n=\nzeta eta theta alpha\n")
+    lambada = tasks / "language_understanding/lambada_openai.jsonl"
+    lambada.parent.mkdir(parents=True)
+    lambada.write_text(json.dumps({"context": "alpha beta", "continuation": "gamma"}) + "\n")
+    words = ("--loops", "1,2", "--val-data", str(text), "--separator", "=")
+    before = held_out(run, out, *words)
+    options = ["--suites", "lambada", "--task-data", str(tasks), "--loops", "3", "--out", str(out)]
+    assert cli.main(["eval", str(run), *options]) == 0
+    result = json.loads((out / "result.json").read_text())
+    assert result["suites"].keys() == {"val", "lambada"}
+    assert result["suites"]["val"] == before
+    assert result["loops"] == [1, 2, 3]
+    rows = compare_evaluations(out, out, (1, 1)).table()
+    assert [(row["task"], row["items"]) for row in rows if row["metric"] != "accuracy"] == [
+        ("val", 3)
+    ]
+
+
 def test_moved_shards_are_named_and_others_refused(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     moved = shutil.move(copy / "data" / "0", tmp_path / "moved")

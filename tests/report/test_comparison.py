@@ -115,9 +115,10 @@ def test_a_loss_at_other_loops_is_named(tmp_path):
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     comparison = parcae.compare(run)
     assert "loss" not in comparison.table()[0]
-    (note,) = comparison.notes
+    unfinished, note = comparison.notes
+    assert "run has not finished (no result yet): its values are those of step 60." in unfinished
     assert "run was validated in training at T = 1, 2, 4, 16, not at 8" in note
-    assert parcae.compare(run, loops="each").notes == []
+    assert parcae.compare(run, loops="each").notes == [unfinished]
 
 
 def test_scores_of_an_older_checkpoint_are_named(tmp_path):

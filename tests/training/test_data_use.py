@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from parcae import cli
+from parcae.data.tokenizer_training import train_tokenizer
 from parcae.training.corpora import open_corpora, prepare_corpora
 from parcae.training.data_use import planned_use, use_of_loader
 from parcae.training.plan import plan
@@ -97,6 +98,11 @@ def test_a_plan_says_why_the_data_is_unknown(tmp_path, capsys):
     ):
         assert cli.main([*arguments, *settings]) == 0
         assert reason in capsys.readouterr().err
+    tokenizer, path = train_tokenizer([str(text)], 300), tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    model = {"vocab_size": tokenizer.vocab_size - 1}
+    small = plan(runs.recipe(text, model=model, data={"tokenizer": str(path)}))
+    assert f"do not fit model.vocab_size {tokenizer.vocab_size - 1}" in str(small.data_problem)
     recipe = runs.recipe(missing)
     planned = plan(recipe, device_flops=1e12)
     assert planned.data is None

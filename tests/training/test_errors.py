@@ -52,6 +52,7 @@ def fails(capsys):
 
 WRONG = [
     ({"run": {"sede": 1}}, "run.sede: no such key. Did you mean seed?"),
+    ({"budget": {"step": 5}}, "budget.step: no such key. Did you mean steps?"),
     ({"rum": {"seed": 1}}, "rum: no such table. Did you mean run?"),
     ({"model": {"loop": {"mean_lops": 3}}}, "model.loop.mean_lops: no such key"),
     ({"budget": {"tokens": 1e6}}, "budget: tokens and steps given. Give exactly one"),

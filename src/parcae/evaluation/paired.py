@@ -274,7 +274,10 @@ def in_common(a: Evaluation, b: Evaluation) -> dict[str, list[Key]]:
         return common
     reason = f"A has {_task_names(a)}; B has {_task_names(b)}."
     if both := [task for task in a.items if task in b.items]:
-        reason = f"{', '.join(both)}: the data or the seeds differ."
+        reason = (
+            f"{', '.join(both)}: the data or the seeds differ. Evaluate both on the same files, "
+            "with the same separator and seeds."
+        )
     raise FileError(f"{a.name} and {b.name}: no item in common. {reason}")
 
 

@@ -142,7 +142,7 @@ class Samples:
             fixed = settings.keys() - {"loops"}
             if changed := sorted(key for key in fixed if settings[key] != before.get(key)):
                 raise FileError(
-                    f"{folder}: holds an evaluation with other {', '.join(changed)}. {remedy}"
+                    f"{folder}: holds an evaluation with another {', '.join(changed)}. {remedy}"
                 )
             self._read(self.path, remedy)
             settings["loops"] = sorted({*before.get("loops", ()), *settings.get("loops", ())})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from parcae.config import ConfigError, require
 from parcae.data.sources import ReadOptions
@@ -22,7 +22,7 @@ from parcae.evaluation.scorer import Scorer, State, open_scorer
 from parcae.evaluation.suites import SEEDS, SUITES, Suite, SuiteOptions, check_data, check_suites
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
-from parcae.files import lock_folder, write_json, writing
+from parcae.files import FileError, lock_folder, read_json, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
@@ -218,15 +218,16 @@ def _evaluate(
     except NonFiniteLogits as error:
         raise ConfigError(f"{scorer.name}: {error}") from None
     loops = tuple(sorted({*scorer.loops, *samples.common_loops(jobs)}))
+    earlier = _other_suites(folder, names)
     result = EvaluationResult(
         checkpoint=scorer.name,
         looped=scorer.is_looped,
-        loops=loops,
+        loops=tuple(sorted({*loops, *(int(t) for s in earlier.values() for t in s["by_loops"])})),
         state=state,
         context_length=scorer.context_length,
         limit=options.limit,
         task_data=None if options.data is None else str(options.data),
-        suites={name: suite.result(samples, loops) for name, suite in suites.items()},
+        suites=earlier | {name: suite.result(samples, loops) for name, suite in suites.items()},
         seconds=round(time.monotonic() - start, 1),
         mean_loops=scorer.mean_loops,
         folder=folder,
@@ -283,6 +284,21 @@ def score_job(job: Job, scorer: Scorer, samples: Samples, items: Collection[int]
         if new := {index: record for index, record in records.items() if index in items}:
             samples.add(job, new, scorer.loops)
         yield count
+
+
+def _other_suites(folder: Path | None, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The suites of an earlier result in the folder that are not measured now."""
+    if folder is None or not (folder / RESULT).exists():
+        return {}
+    try:
+        suites = read_json(folder / RESULT)["suites"]
+        return {
+            name: suite
+            for name, suite in suites.items()
+            if name in SUITES and name not in names and all(map(int, suite["by_loops"]))
+        }
+    except (FileError, LookupError, TypeError, ValueError, AttributeError):  # damaged
+        return {}
 
 
 def _drop_results(folder: Path) -> None:

@@ -183,7 +183,9 @@ def notes(result: EvaluationResult) -> list[str]:
         lines.append("* part or reconstruction of the original data; result.json names the file.")
     measured = [*tasks, *(suite for suite in suites if "file" in suite or "rows" in suite)]
     diverged = [
-        str(t) for t in result.loops if any(entry["by_loops"][str(t)] is None for entry in measured)
+        str(t)
+        for t in result.loops
+        if any(entry["by_loops"].get(str(t), {}) is None for entry in measured)
     ]
     if diverged:
         lines.append(f"No score, because the model diverged: T={', '.join(diverged)}.")

@@ -147,7 +147,12 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
     ]
     pairs, notes = _compare_pairs(compared, chosen, loops)
-    about_runs = [*_without_loss(compared, chosen), *_not_comparable(compared), *_stale(compared)]
+    about_runs = [
+        *_unfinished(compared),
+        *_without_loss(compared, chosen),
+        *_not_comparable(compared),
+        *_stale(compared),
+    ]
     return Comparison(rows, pairs, [*about_runs, *notes])
 
 
@@ -219,6 +224,16 @@ def _compare_pairs(
         else:
             pairs.append((second.name, pair))
     return pairs, notes
+
+
+def _unfinished(compared: Sequence[Compared]) -> list[str]:
+    """A note on each run that has not finished."""
+    return [
+        f"{one.name} has not finished ({one.run.status}): its values are those of step "
+        f"{_whole(one.run.amount('steps')) or 0}."
+        for one in compared
+        if one.run is not None and one.run.status != "finished"
+    ]
 
 
 def _without_loss(

@@ -246,7 +246,9 @@ def _first_and_last(runs: Sequence[Run], run: Run) -> list[tuple[Line, str, bool
     """The first and last measurement of a single run; the last of each of several."""
     lines = run.telemetry
     if len(runs) > 1:
-        return [(line, run.name, True) for line in lines[-1:]]
+        return [
+            (line, f"{run.name}, step {number(line.get('step')):.0f}", True) for line in lines[-1:]
+        ]
     chosen = [*lines[:1], *lines[-1:]] if len(lines) > 1 else lines
     return [(line, f"step {number(line.get('step')):.0f}", i > 0) for i, line in enumerate(chosen)]
 

@@ -190,9 +190,11 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
                 continue
             reason = 'on which the depths depend with model.loop.draw_per = "micro-batch"'
         values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
+        remedy = "Keep it, or start a new run"
+        if table != "model" or name.startswith("loop."):  # others may not fit the weights
+            remedy += f" from these weights with `start_from` {run}"
         raise ConfigError(
-            f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. Keep it, or "
-            f"start a new run from these weights with `start_from` {run}."
+            f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. {remedy}."
         )
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -349,7 +350,9 @@ def _check_places(tree: Mapping[str, Any]) -> None:
         table, _, name = key.rpartition(".")
         if table in tables and (table, name) not in known:
             others = sorted((other for other, same in known if same == name), key=len)
-            if others:
+            own = [same for other, same in known if other == table]
+            near = difflib.get_close_matches(name, own, n=1, cutoff=0.8)
+            if others and not near:
                 raise ConfigError(f"{key}: no such key. Did you mean {others[0]}.{name}?")
 
 
