@@ -144,7 +144,7 @@ def judge(samples: list[Sample], connections: int = 0) -> dict[str, Any]:
             "disk": MOST_CHECKPOINTS * max(s.get("largest checkpoint", 0) for s in samples),
         }
         if after > limits.get(name, before):
-            problems.append(f"{name} grew from {before} to {after}")
+            problems.append(f"{name} grew from {before:,.0f} to {after:,.0f}")
     return {**found, "problems": problems}
 
 
