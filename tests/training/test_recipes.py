@@ -101,5 +101,5 @@ def test_the_large_ones_fit_their_devices(path):
 def test_the_demo_is_the_same_model_on_a_busy_machine():
     """Its steps are given, and the clock only bounds them."""
     recipe = load("demo")
-    assert total_steps(recipe) == 500
+    assert total_steps(recipe) == 400
     assert recipe.budget.max_minutes is not None
