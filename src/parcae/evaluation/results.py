@@ -55,6 +55,7 @@ class EvaluationResult:
     state: str
     context_length: int
     limit: int | None
+    """Items of each task of the suites measured last; None: all."""
     task_data: str | None
     suites: dict[str, dict[str, Any]]
     """By suite: `by_loops` has the metrics at each number of loops (as text; None where the model
