@@ -31,8 +31,8 @@ from parcae.laws.table import FitError
 
 SHAPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "micro": {
-        "w16": {"width": 16, "heads": 1, "vocab_size": 512},
         "w32": {"width": 32, "heads": 1, "vocab_size": 512},
+        "w16": {"width": 16, "heads": 1, "vocab_size": 512},
         "w32, two core layers": {"width": 32, "heads": 1, "vocab_size": 512, "core_layers": 2},
         "w48": {"width": 48, "heads": 2, "vocab_size": 512},
     },
