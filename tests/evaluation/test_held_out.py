@@ -17,7 +17,7 @@ from parcae.data.shards import HEAD
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import totals_by_loops
 from parcae.evaluation.paired import compare_evaluations
-from parcae.evaluation.run import default_folder, evaluate
+from parcae.evaluation.run import _other_suites, default_folder, evaluate
 from parcae.recipe import write_toml
 from parcae.training import trainer
 from parcae.training.corpora import open_corpora
@@ -168,6 +168,11 @@ def test_suites_are_added_to_a_folder(run, tmp_path):
     assert result["suites"].keys() == {"val", "lambada"}
     assert result["suites"]["val"] == before
     assert result["loops"] == [1, 2, 3]
+    damaged = {**result, "suites": {**result["suites"], "val": {"by_loops": {"1": 3}}}}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/result.json").write_text(json.dumps(damaged))
+    assert _other_suites(tmp_path / "other", ["lambada"]) == {}
+    assert _other_suites(out, ["lambada"]).keys() == {"val"}
     rows = compare_evaluations(out, out, (1, 1)).table()
     assert [(row["task"], row["items"]) for row in rows if row["metric"] != "accuracy"] == [
         ("val", 3)

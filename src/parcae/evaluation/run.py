@@ -8,7 +8,7 @@ pandas.DataFrame(result.table())
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,10 +295,15 @@ def _other_suites(folder: Path | None, names: Sequence[str]) -> dict[str, dict[s
         return {
             name: suite
             for name, suite in suites.items()
-            if name in SUITES and name not in names and all(map(int, suite["by_loops"]))
+            if name in SUITES and name not in names and _is_complete(suite["by_loops"])
         }
     except (FileError, LookupError, TypeError, ValueError, AttributeError):  # damaged
         return {}
+
+
+def _is_complete(by_loops: Mapping[str, Any]) -> bool:
+    measured = (metrics is None or isinstance(metrics, dict) for metrics in by_loops.values())
+    return all(measured) and all(int(loops) > 0 for loops in by_loops)
 
 
 def _drop_results(folder: Path) -> None:

@@ -226,7 +226,7 @@ def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
     return list(zip(sources, shard_folders(run, sources), strict=True))
 
 
-def check_tokenizer(recipe: Recipe) -> None:
+def check_planned_tokenizer(recipe: Recipe) -> None:
     """Refuse a tokenizer that does not fit the model; nothing is checked where it has to be trained
     first."""
     tokenizer = _find_tokenizer(recipe, None)
@@ -237,16 +237,18 @@ def check_tokenizer(recipe: Recipe) -> None:
 def _find_tokenizer(recipe: Recipe, run: Path | None) -> Tokenizer | None:
     """The tokenizer of a run that has trained, of the weights it starts from, of the recipe, of
     prepared sources, or of the run folder; None where one has to be trained."""
-    in_run = run is not None and (run / TOKENIZER_FILE).exists()
-    if run is not None and in_run and _has_trained(run):
-        return Tokenizer.load(run / TOKENIZER_FILE)
+    own = None if run is None else run / TOKENIZER_FILE
+    if own is not None and not own.exists():
+        own = None
+    if own is not None and _has_trained(own.parent):
+        return Tokenizer.load(own)
     prepared = (source for source in recipe.data.sources if (Path(source) / MANIFEST).exists())
     path = recipe.data.tokenizer or next(prepared, None)
     if recipe.start.checkpoint is not None:
         return _tokenizer_of_weights(find_checkpoint(recipe.start.checkpoint), path)
     if path is not None:
         return Tokenizer.load(path)
-    return Tokenizer.load(run / TOKENIZER_FILE) if run is not None and in_run else None
+    return None if own is None else Tokenizer.load(own)
 
 
 def _tokenizer_of_weights(folder: Path, path: str | None) -> Tokenizer:

@@ -18,7 +18,7 @@ from parcae.config import ConfigError, require
 from parcae.files import FileError
 from parcae.model import flops
 from parcae.schema import require_range
-from parcae.training.corpora import check_tokenizer
+from parcae.training.corpora import check_planned_tokenizer
 from parcae.training.data_use import SourceUse, planned_use
 from parcae.training.distributed import compute_dtype, training_device
 from parcae.training.memory_estimate import (
@@ -171,7 +171,7 @@ def plan(
 def _data_use(recipe: Recipe) -> tuple[list[SourceUse] | None, str | None]:
     """What is used of the sources, or why that is unknown: a plan needs no data."""
     try:
-        check_tokenizer(recipe)
+        check_planned_tokenizer(recipe)
         return planned_use(recipe), None
     except (FileError, ConfigError) as error:
         return None, str(error)
