@@ -34,8 +34,8 @@ from serve_load import Case, Client, Record, cases, load
 ROOT = Path(__file__).parents[1]
 SECONDS_BETWEEN_SAMPLES = 5.0
 SECONDS_BETWEEN_EVALUATIONS = 120.0
-PAUSE = 0.5
-"""Of a client between two requests, in seconds."""
+PAUSE = 2.0
+"""Of a client between two requests, in seconds: the server then takes a quarter of a core."""
 CLIENTS = 4
 WARM_UP_STEPS = 100
 """Before the first sample: by then old checkpoints are deleted."""

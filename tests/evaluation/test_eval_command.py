@@ -76,8 +76,8 @@ def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder
     arguments = ("--suites", "core", "--loops", "2")
     whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
     some = evaluate(checkpoint, task_folder, tmp_path / "some", *arguments, "--limit", "5")
-    assert whole["limit"] is None
-    assert some["limit"] == 5
+    assert whole["suites"]["core"]["limit"] is None
+    assert some["suites"]["core"]["limit"] == 5
     assert some["suites"]["core"]["tasks"]["copa"]["scored"] == 5
 
     def losses(folder: str) -> dict:
@@ -194,7 +194,7 @@ def _rounded(tree):
     return round(tree, 3) if isinstance(tree, float) else tree
 
 
-def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp_path):
+def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp_path, capsys):
     arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
     assert cli.main([*arguments, "--suites", "lambada", "--limit", "4", "--loops", "1,2"]) == 0
     assert cli.main([*arguments, "--suites", "core", "--limit", "4", "--loops", "3"]) == 0
@@ -208,6 +208,11 @@ def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["loops"] == [2, 3]
     assert result["suites"]["lambada"]["scored"] == 6
+    assert {name: suite["limit"] for name, suite in result["suites"].items()} == {
+        "lambada": 6,
+        "core": 4,
+    }
+    assert "Limited to 6 items of each task of lambada." in capsys.readouterr().out
 
 
 def test_a_changed_task_file_is_scored_again(scorer, tmp_path):

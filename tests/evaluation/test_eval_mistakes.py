@@ -196,8 +196,8 @@ def test_settings_without_samples_can_change(checkpoint, task_folder, tmp_path):
 
 def test_a_narrow_terminal_has_fewer_published_scores(monkeypatch):
     core = {"baselines": "nanochat", "seeds": [1], "tasks_scored": 0, "tasks_wanted": 1}
-    core |= {"tasks": {"copa": None}, "by_loops": {"1": None}}
-    result = EvaluationResult("model", True, (1,), "zero", 64, None, None, {"core": core}, 0.0)
+    core |= {"tasks": {"copa": None}, "by_loops": {"1": None}, "limit": None}
+    result = EvaluationResult("model", True, (1,), "zero", 64, None, {"core": core}, 0.0)
     published = {"GPT-2": {"copa": 0.2}, "GPT-2 medium": {"copa": 0.3}}
     for width, columns in ((200, 6), (60, 5), (20, 4)):
         monkeypatch.setattr(console.out, "_width", width)

@@ -93,7 +93,8 @@ def read_evaluation(folder: str | Path) -> Evaluation:
 
 
 def scores_of_run(run: Path) -> tuple[dict[int, dict[str, float]], int | None]:
-    """By number of loops the score of each suite that `parcae eval RUN` measured, and its limit.
+    """By number of loops the score of each suite that `parcae eval RUN` measured, and the smallest
+    limit of their items, None if all were scored.
 
     Empty if the run was not evaluated, or not at its newest checkpoint. The score is the metric
     that scores.png shows; suites and numbers of loops where the model diverged are left out.
@@ -110,7 +111,8 @@ def scores_of_run(run: Path) -> tuple[dict[int, dict[str, float]], int | None]:
             for loops, metrics in entry["by_loops"].items():
                 if metrics is not None and metrics.get(SUITES[suite].metric) is not None:
                     scores[int(loops)][suite] = float(metrics[SUITES[suite].metric])
-        return dict(scores), result["limit"]
+        limits = [entry.get("limit", result.get("limit")) for entry in result["suites"].values()]
+        return dict(scores), min((int(limit) for limit in limits if limit), default=None)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         raise FileError(f"{path}: damaged. {REMEDY}") from None
 

@@ -54,12 +54,11 @@ class EvaluationResult:
     """Numbers of loops scored at; (1,) for a model without a loop."""
     state: str
     context_length: int
-    limit: int | None
-    """Items of each task of the suites measured last; None: all."""
     task_data: str | None
     suites: dict[str, dict[str, Any]]
     """By suite: `by_loops` has the metrics at each number of loops (as text; None where the model
-    diverged), `tasks` the same of each task (None where its data is missing)."""
+    diverged), `tasks` the same of each task (None where its data is missing), `limit` the largest
+    number of items of a task (None: all)."""
     seconds: float
     mean_loops: int | None = None
     """The mean in training; None for a model without a loop."""
@@ -82,7 +81,6 @@ class EvaluationResult:
             "mean_loops": self.mean_loops,
             "state": self.state,
             "context_length": self.context_length,
-            "limit": self.limit,
             "task_data": self.task_data,
             "suites": self.suites,
             "seconds": self.seconds,

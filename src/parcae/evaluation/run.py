@@ -225,9 +225,12 @@ def _evaluate(
         loops=tuple(sorted({*loops, *(int(t) for s in earlier.values() for t in s["by_loops"])})),
         state=state,
         context_length=scorer.context_length,
-        limit=options.limit,
         task_data=None if options.data is None else str(options.data),
-        suites=earlier | {name: suite.result(samples, loops) for name, suite in suites.items()},
+        suites=earlier
+        | {
+            name: {**suite.result(samples, loops), "limit": options.limit}
+            for name, suite in suites.items()
+        },
         seconds=round(time.monotonic() - start, 1),
         mean_loops=scorer.mean_loops,
         folder=folder,
@@ -291,10 +294,10 @@ def _other_suites(folder: Path | None, names: Sequence[str]) -> dict[str, dict[s
     if folder is None or not (folder / RESULT).exists():
         return {}
     try:
-        suites = read_json(folder / RESULT)["suites"]
+        result = read_json(folder / RESULT)
         return {
-            name: suite
-            for name, suite in suites.items()
+            name: {"limit": result.get("limit"), **suite}  # earlier versions had one for all suites
+            for name, suite in result["suites"].items()
             if name in SUITES and name not in names and _is_complete(suite["by_loops"])
         }
     except (FileError, LookupError, TypeError, ValueError, AttributeError):  # damaged

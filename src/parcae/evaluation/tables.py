@@ -191,10 +191,15 @@ def notes(result: EvaluationResult) -> list[str]:
         lines.append(f"No score, because the model diverged: T={', '.join(diverged)}.")
     for suite in suites:
         for name in {"separator", "document_start"} & suite.keys():
-            if suite.get("documents") == 1 and result.limit != 1:
+            if suite.get("documents") == 1 and suite["limit"] != 1:
                 lines.append(f"{name}: {suite[name]!r} splits the file nowhere. Is it misspelt?")
-    if result.limit is not None:
-        lines.append(f"Limited to {console.format_items(result.limit, 'item')} of each task.")
+    limited = {name: suite["limit"] for name, suite in result.suites.items() if suite["limit"]}
+    for limit in sorted(set(limited.values())):
+        items = f"Limited to {console.format_items(limit, 'item')} of each task"
+        names = [name for name in limited if limited[name] == limit]
+        lines.append(
+            f"{items}." if len(names) == len(suites) else f"{items} of {', '.join(names)}."
+        )
     if missing := sorted({name for suite in suites for name in suite.get("missing", ())}):
         lines.append(f"Missing tasks, not included in any mean: {', '.join(missing)}.")
     return lines
