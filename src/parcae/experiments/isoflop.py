@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,8 @@ BUDGETS = {
 }
 """Training FLOPs, by scale or, for the paper, by model."""
 MEANS = {"micro": (1, 2, 3, 4, 8), "toy": (1, 2), "paper": (1, 2, 4, 6, 8, 10, 12)}
+EXTRAPOLATED_DECADES = 4
+"""How far beyond the largest budget the figure follows the leads."""
 
 
 class IsoFlop(Experiment):
@@ -118,21 +120,74 @@ class IsoFlop(Experiment):
 
     def draw(self, results: Results, path: Path) -> Path:
         shapes = results.values("shape")
-        with plotting.figure(1, len(shapes), width=4.0, height=3.5) as (canvas, axes):
-            for panel, shape in zip(np.atleast_1d(axes), shapes, strict=True):
-                budgets = results.values("budget", shape=shape)
-                fits = {fit.budget: fit for fit in parabolas(results, shape)}
-                for colour, budget in zip(plotting.shades(len(budgets)), budgets, strict=True):
-                    found = mean_losses(results, shape, budget)
-                    label = format_flops(budget)
-                    panel.plot(found.keys(), found.values(), "o", color=colour, label=label)
-                    if budget in fits:
-                        where = np.geomspace(fits[budget].low, fits[budget].high, 60)
-                        panel.plot(where, fits[budget].loss(where), color=colour, lw=1.2)
-                plotting.loop_ticks(panel, sorted(results.values("mu", shape=shape)))
-                panel.set(title=shape, xlabel="mean loops μ", ylabel="loss at T = μ")
-                panel.legend(title="FLOPs", fontsize=8)
+        columns = (len(shapes) + 3) // 2
+        with plotting.figure(2, columns, width=4.0, height=3.3) as (canvas, axes):
+            *panels, frontier, leads = axes.flat[: len(shapes) + 2]
+            for unused in axes.flat[len(shapes) + 2 :]:
+                unused.remove()
+            for panel, shape in zip(panels, shapes, strict=True):
+                _draw_shape(panel, results, shape)
+            _draw_frontier(frontier, results)
+            _draw_leads(leads, results)
             return plotting.save(canvas, path)
+
+
+def _draw_shape(panel: Any, results: Results, shape: str) -> None:
+    budgets = results.values("budget", shape=shape)
+    fits = {fit.budget: fit for fit in parabolas(results, shape)}
+    for colour, budget in zip(plotting.shades(len(budgets)), budgets, strict=True):
+        found = mean_losses(results, shape, budget)
+        panel.plot(found.keys(), found.values(), "o", color=colour)
+        if found:
+            at = max(found)
+            panel.text(1.12 * at, found[at], format_flops(budget), color=colour, va="center")
+        if budget in fits:
+            where = np.geomspace(fits[budget].low, fits[budget].high, 60)
+            panel.plot(where, fits[budget].loss(where), color=colour, lw=1.2)
+    plotting.loop_ticks(panel, sorted(results.values("mu", shape=shape)))
+    panel.set(title=shape, xlabel="mean loops μ", ylabel="loss at T = μ")
+    panel.margins(x=0.16)
+
+
+def _draw_frontier(panel: Any, results: Results) -> None:
+    for index, shape in enumerate(results.values("shape")):
+        colour = plotting.colour(index)
+        by_budget = {
+            b: mean_losses(results, shape, b) for b in results.values("budget", shape=shape)
+        }
+        fixed = {b: losses[1] for b, losses in by_budget.items() if 1 in losses}
+        looped = {
+            b: min(loss for mean, loss in losses.items() if mean > 1)
+            for b, losses in by_budget.items()
+            if any(mean > 1 for mean in losses)
+        }
+        panel.plot(looped.keys(), looped.values(), "o-", color=colour, label=shape)
+        panel.plot(fixed.keys(), fixed.values(), "s--", color=colour, mfc="white", lw=1.2)
+    panel.set(title="Best looped (line), fixed depth (dashed)", xlabel="FLOPs", ylabel="loss")
+    panel.set_xscale("log")
+    plotting.flop_ticks(panel.xaxis, results.values("budget"))
+    panel.legend(fontsize=8)
+
+
+def _draw_leads(panel: Any, results: Results) -> None:
+    """The leads of all seeds, and lines through them on to the budget where they cross zero."""
+    budgets = results.values("budget")
+    first, top = math.log10(min(budgets)), math.log10(max(budgets))
+    last = top + EXTRAPOLATED_DECADES
+    for index, shape in enumerate(results.values("shape")):
+        colour, label = plotting.colour(index), shape
+        for seed in results.values("seed", shape=shape):
+            leads = seed_leads(results, shape, seed)
+            panel.plot(leads.keys(), leads.values(), "o", color=colour, ms=4, label=label)
+            label = None
+            if line := lead_line(leads):
+                until = top if line.crossing is None else min(line.crossing, last)
+                where = np.array([first, until])
+                panel.plot(10**where, line.slope * where + line.constant, color=colour, lw=0.8)
+    panel.axhline(0, color=plotting.DARK_GREY, lw=1)
+    panel.set(title="Lead over fixed depth, extrapolated", xlabel="FLOPs", ylabel="nats")
+    panel.set_xscale("log")
+    panel.legend(fontsize=8)
 
 
 def shaped(scale: Scale, shape: str, mean: float, **budget: float) -> dict[str, Any]:
@@ -186,19 +241,45 @@ def power(results: Results, shape: str, seed: int) -> float | None:
         return None
 
 
+class Line(NamedTuple):
+    """A lead against the decimal logarithm of the FLOPs."""
+
+    slope: float
+    constant: float
+
+    @property
+    def crossing(self) -> float | None:
+        """The logarithm at which the lead becomes positive; None if it does not grow."""
+        return -self.constant / self.slope if self.slope > 0 else None
+
+
+def seed_leads(results: Results, shape: str, seed: int) -> dict[float, float]:
+    """The leads of one seed by budget, where they are known."""
+    leads = {b: lead(results, shape, b, seed) for b in results.values("budget", shape=shape)}
+    return {budget: value for budget, value in leads.items() if not math.isnan(value)}
+
+
+def lead_line(leads: Mapping[float, float]) -> Line | None:
+    """The line through leads by budget; None through fewer than two."""
+    if len(leads) < 2:
+        return None
+    slope, constant = np.polyfit(np.log10(list(leads)), list(leads.values()), 1)
+    return Line(float(slope), float(constant))
+
+
 def crossings(results: Results, shape: str) -> str:
-    """Where a line through the leads against log FLOPs crosses zero, over seeds, in words."""
-    logs = []
-    for seed in results.values("seed", shape=shape):
-        leads = {b: lead(results, shape, b, seed) for b in results.values("budget", shape=shape)}
-        known = {math.log10(b): value for b, value in leads.items() if not math.isnan(value)}
-        if len(known) > 1:
-            slope, constant = np.polyfit(list(known), list(known.values()), 1)
-            if slope > 0:
-                logs.append(-constant / slope)
+    """Where the lines of the seeds cross zero, in words."""
+    lines = [
+        line
+        for seed in results.values("seed", shape=shape)
+        if (line := lead_line(seed_leads(results, shape, seed)))
+    ]
+    logs = [crossing for line in lines if (crossing := line.crossing) is not None]
     if not logs:
         return "no crossing in sight"
+    some = "" if len(logs) == len(lines) else f", in {len(logs)} of {len(lines)} seeds"
     mean, half = interval(logs)
     if math.isinf(half):
-        return f"crossing near {10**mean:.1e} FLOPs"
-    return f"crossing between {10 ** (mean - half):.1e} and {10 ** (mean + half):.1e} FLOPs"
+        return f"crossing near {10**mean:.1e} FLOPs{some}"
+    low, high = (10.0 ** (mean + side * half) for side in (-1, 1))
+    return f"crossing near {10**mean:.1e} FLOPs ({low:.1e} to {high:.1e}{some})"
