@@ -13,7 +13,7 @@ import pytest
 from parcae.experiments import experiment as measurements
 from parcae.experiments import tokenizer
 from parcae.experiments.experiment import Results, Run
-from parcae.experiments.isoflop import SHAPES
+from parcae.experiments.isoflop import SHAPES, describe_crossing, find_crossing
 from parcae.experiments.reproduce import CATALOGUE
 from parcae.experiments.scales import TEST_LOOPS, Scale
 from parcae.experiments.tasks import TASKS
@@ -180,6 +180,24 @@ def test_an_optimum_above_one_loop_that_grows_with_the_budget():
     assert claims[1].evidence.count("exponent 0.40") == len(SHAPES["micro"])
     claims = CATALOGUE["isoflop"].claims(results_of("isoflop", mu=1, by=0.5))
     assert claims[0].verdict == "contradicted"
+
+
+def test_the_interval_of_a_crossing_contains_it_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    x = np.log10([1e11, 2.5e11, 6e11] * 3)
+    crossings = [
+        find_crossing(list(zip(x, 0.02 * (x - 13) + rng.normal(0, 0.004, 9), strict=True)))
+        for _ in range(1000)
+    ]
+    assert sum(c.low <= 13 <= c.high for c in crossings) == pytest.approx(950, abs=25)
+    exact = find_crossing([(11, -2), (12, -1), (12.5, -0.5)])
+    assert [exact.at, exact.low, exact.high] == pytest.approx([13, 13, 13], abs=1e-3)
+    assert describe_crossing(exact) == "crossing near 1e+13 FLOPs (1e+13 to 1e+13)"
+    falling = find_crossing([(11, -1), (12, -2), (13, -3)])
+    assert describe_crossing(falling) == "no crossing in sight"
+    unsure = [(11, -1), (12, -1.5), (13, -0.8)]
+    assert "not bounded" in describe_crossing(find_crossing(unsure))
+    assert "at least" in describe_crossing(find_crossing(3 * unsure))
 
 
 @pytest.mark.slow

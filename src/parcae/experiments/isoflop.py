@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from parcae import plotting
 from parcae.console import format_flops
 from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
 from parcae.experiments.scales import Scale
 from parcae.experiments.verdicts import (
+    CONFIDENCE,
     NOT_SHOWN,
     Claim,
     Verdict,
     describe,
-    interval,
     positive,
     together,
 )
@@ -82,10 +83,11 @@ class IsoFlop(Experiment):
             ]
             values = [value for value in values if not math.isnan(value)]
             leads.append(positive(values))
-            crossing = crossings(results, shape)
-            lead_texts.append(
-                f"{shape}: {describe(values)} nats at {format_flops(top)} FLOPs, {crossing}"
-            )
+            text = f"{shape}: {describe(values)} nats at {format_flops(top)} FLOPs"
+            if values and max(values) < 0:
+                crossing = find_crossing(leads_by_budget(results, shape))
+                text += f", {describe_crossing(crossing)}"
+            lead_texts.append(text)
             exponents = [
                 exponent
                 for seed in results.values("seed", shape=shape)
@@ -170,20 +172,19 @@ def _draw_frontier(panel: Any, results: Results) -> None:
 
 
 def _draw_leads(panel: Any, results: Results) -> None:
-    """The leads of all seeds, and lines through them on to the budget where they cross zero."""
+    """The leads of all seeds, and a line through them to where it crosses zero."""
     budgets = results.values("budget")
     first, top = math.log10(min(budgets)), math.log10(max(budgets))
     last = top + EXTRAPOLATED_DECADES
     for index, shape in enumerate(results.values("shape")):
-        colour, label = plotting.colour(index), shape
-        for seed in results.values("seed", shape=shape):
-            leads = seed_leads(results, shape, seed)
-            panel.plot(leads.keys(), leads.values(), "o", color=colour, ms=4, label=label)
-            label = None
-            if line := lead_line(leads):
-                until = top if line.crossing is None else min(line.crossing, last)
-                where = np.array([first, until])
-                panel.plot(10**where, line.slope * where + line.constant, color=colour, lw=0.8)
+        colour = plotting.colour(index)
+        points = leads_by_budget(results, shape)
+        panel.plot(
+            [10**x for x, _ in points], [y for _, y in points], "o", color=colour, label=shape
+        )
+        if found := find_crossing(points):
+            where = np.array([first, top if math.isinf(found.at) else min(found.at, last)])
+            panel.plot(10**where, found.slope * where + found.constant, color=colour, lw=1.2)
     panel.axhline(0, color=plotting.DARK_GREY, lw=1)
     panel.set(title="Lead over fixed depth, extrapolated", xlabel="FLOPs", ylabel="nats")
     panel.set_xscale("log")
@@ -241,45 +242,50 @@ def power(results: Results, shape: str, seed: int) -> float | None:
         return None
 
 
-class Line(NamedTuple):
-    """A lead against the decimal logarithm of the FLOPs."""
+def leads_by_budget(results: Results, shape: str) -> list[tuple[float, float]]:
+    """(log10 of the FLOPs, lead) of every budget and seed."""
+    found = [
+        (math.log10(budget), lead(results, shape, budget, seed))
+        for seed in results.values("seed", shape=shape)
+        for budget in results.values("budget", shape=shape)
+    ]
+    return [(budget, value) for budget, value in found if not math.isnan(value)]
+
+
+class Crossing(NamedTuple):
+    """A line through points, and where it crosses zero upwards."""
 
     slope: float
     constant: float
-
-    @property
-    def crossing(self) -> float | None:
-        """The logarithm at which the lead becomes positive; None if it does not grow."""
-        return -self.constant / self.slope if self.slope > 0 else None
-
-
-def seed_leads(results: Results, shape: str, seed: int) -> dict[float, float]:
-    """The leads of one seed by budget, where they are known."""
-    leads = {b: lead(results, shape, b, seed) for b in results.values("budget", shape=shape)}
-    return {budget: value for budget, value in leads.items() if not math.isnan(value)}
+    at: float
+    """Infinite if the line does not rise."""
+    low: float
+    high: float
+    """Between them the line's 95 % band contains zero (Fieller's interval): `low` is -inf if it
+    does so among the points, `high` is inf if it does so from `low` on."""
 
 
-def lead_line(leads: Mapping[float, float]) -> Line | None:
-    """The line through leads by budget; None through fewer than two."""
-    if len(leads) < 2:
+def find_crossing(points: Sequence[tuple[float, float]]) -> Crossing | None:
+    """The crossing of points (x, y), mostly at y < 0; None for fewer than three points."""
+    if len(points) < 3:
         return None
-    slope, constant = np.polyfit(np.log10(list(leads)), list(leads.values()), 1)
-    return Line(float(slope), float(constant))
+    x, y = np.array(points).T
+    slope, constant = (float(value) for value in np.polyfit(x, y, 1))
+    middle, mean, spread = x.mean(), y.mean(), ((x - x.mean()) ** 2).sum()
+    residual = ((y - slope * x - constant) ** 2).sum() / (len(x) - 2)
+    k = stats.t.ppf((1 + CONFIDENCE) / 2, len(x) - 2) ** 2 * residual
+    # the band's edges are zero where (mean + slope u)^2 = k (1 / n + u^2 / spread), u = x - middle
+    a, b, c = slope**2 - k / spread, mean * slope, mean**2 - k / len(x)
+    root = math.sqrt(max(b**2 - a * c, 0))
+    low = -math.inf if c <= 0 else middle + c / (root - b) if root > b else math.inf
+    high = middle + (root - b) / a if a > 0 else math.inf
+    return Crossing(slope, constant, -constant / slope if slope > 0 else math.inf, low, high)
 
 
-def crossings(results: Results, shape: str) -> str:
-    """Where the lines of the seeds cross zero, in words."""
-    lines = [
-        line
-        for seed in results.values("seed", shape=shape)
-        if (line := lead_line(seed_leads(results, shape, seed)))
-    ]
-    logs = [crossing for line in lines if (crossing := line.crossing) is not None]
-    if not logs:
+def describe_crossing(found: Crossing | None) -> str:
+    if found is None or math.isinf(found.at):
         return "no crossing in sight"
-    some = "" if len(logs) == len(lines) else f", in {len(logs)} of {len(lines)} seeds"
-    mean, half = interval(logs)
-    if math.isinf(half):
-        return f"crossing near {10**mean:.1e} FLOPs{some}"
-    low, high = (10.0 ** (mean + side * half) for side in (-1, 1))
-    return f"crossing near {10**mean:.1e} FLOPs ({low:.1e} to {high:.1e}{some})"
+    low, high = (f"{10**value:.0e}" for value in (found.low, found.high))
+    bounds = f"at least {low}" if math.isinf(found.high) else f"{low} to {high}"
+    where = "not bounded by these runs" if math.isinf(found.low) else bounds
+    return f"crossing near {10**found.at:.0e} FLOPs ({where})"
