@@ -41,6 +41,8 @@ def test_loops_that_are_too_close_get_one_tick() -> None:
         axes.plot([1, 2, 8, 9, 16], [5, 4, 3, 2, 1])
         plotting.loop_ticks(axes, [1, 2, 8, 9, 16])
         assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "8", "16"]
+        plotting.loop_ticks(axes, [*range(1, 11), 12, 14, 16, 20, 24, 32])
+        assert axes.get_xticks().tolist() == [1, 2, 4, 8, 16, 32]
 
 
 def test_curves_beyond_the_palette_differ_by_their_dashes() -> None:

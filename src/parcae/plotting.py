@@ -166,10 +166,12 @@ def flop_ticks(axis: Any, budgets: Sequence[float] | np.ndarray) -> None:
 
 
 def loop_ticks(axes: Any, loops: Sequence[int]) -> None:
-    """A scale of doublings along x with as many of the numbers of loops as have room."""
+    """A scale of doublings along x with as many of the numbers of loops as have room: of many
+    only the powers of two."""
     axes.set_xscale("log", base=2)
+    powers = [value for value in loops if math.log2(value).is_integer()]
     chosen: list[int] = []
-    for value in loops:
+    for value in powers if len(loops) > 10 and len(powers) > 4 else loops:
         if not chosen or math.log2(value / chosen[-1]) > 0.3:
             chosen.append(value)
     value_ticks(axes.xaxis, chosen)

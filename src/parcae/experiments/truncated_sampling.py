@@ -100,5 +100,6 @@ class TruncatedSampling(Experiment):
                 )
             right.set(title="Depths in training", xlabel="loops T", ylabel="share", yscale="log")
             right.set_ylim(bottom=1e-4)
+            plotting.value_ticks(right.xaxis, range(4, 21, 4))
             right.legend(fontsize=8.5)
             return plotting.save(canvas, path)
