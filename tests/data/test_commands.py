@@ -11,7 +11,7 @@ import pytest
 
 from parcae.commands import data, tokenizer
 from parcae.config import ConfigError
-from parcae.data.shards import ShardedDocuments
+from parcae.data.shards import ShardedDocuments, read_manifest
 from parcae.files import FileError
 
 
@@ -166,7 +166,7 @@ def test_a_separator_that_splits_nothing_is_named(
     source, vocabulary = tmp_path / "stories.txt", tmp_path / "t.json"
     source.write_text("<|endoftext|>\n".join(f"Story {i}.\n" for i in range(50)))
     for option in ("--separator", "--document-start"):
-        note = f"{option[2:].replace('-', '_')}: '<eot>' splits the file nowhere"
+        note = f"{option[2:].replace('-', '_')}: '<eot>' splits the text file nowhere"
         wrong, out = (option, "<eot>"), tmp_path / option
         assert run("tokenizer", "train", source, "--size", "270", "--out", vocabulary, *wrong) == 0
         assert note in capsys.readouterr().err
@@ -175,3 +175,34 @@ def test_a_separator_that_splits_nothing_is_named(
     right = ("--separator", "<|endoftext|>")
     assert run("tokenizer", "train", source, "--size", "270", "--out", vocabulary, *right) == 0
     assert "nowhere" not in capsys.readouterr().err
+    lines = tmp_path / "lines.jsonl"  # several documents of another format do not hide it
+    lines.write_text('{"text": "a"}\n{"text": "b"}\n')
+    for separator in ("<eot>", "<|endoftext|>"):
+        options = ("--separator", separator, "--tokenizer", vocabulary)
+        assert (
+            run("data", "prepare", source, lines, "--out", tmp_path / separator[1], *options) == 0
+        )
+        assert ("nowhere" in capsys.readouterr().err) == (separator == "<eot>")
+
+
+def test_replaced_bytes_are_counted(folder: Path, tmp_path: Path, capsys) -> None:
+    vocabulary = tmp_path / "t.json"
+    run(
+        "tokenizer",
+        "train",
+        folder / "texts.jsonl",
+        "--size",
+        "270",
+        "--out",
+        vocabulary,
+        "--text-field",
+        "body",
+    )
+    source, out = tmp_path / "latin.txt", tmp_path / "shards"
+    source.write_bytes("für Jürgen\n".encode("latin1"))
+    options = ("--tokenizer", vocabulary, "--out", out, "--validation-fraction", "0.999999")
+    run("data", "prepare", source, *options, "--encoding-errors", "replace")
+    message = " ".join(capsys.readouterr().err.split())
+    assert "2 characters of the text are U+FFFD" in message
+    assert "none is left to train on" in message
+    assert read_manifest(out)["replaced"] == 2

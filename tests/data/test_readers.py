@@ -123,6 +123,16 @@ def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
     assert texts_of(path) == ["a\ufffd b 🙂"]
 
 
+def test_the_error_names_the_line_and_the_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("eins\nzwei\nfünf\n".encode("latin1"))
+    with pytest.raises(FileError, match=r"a\.txt, line 3: not UTF-8.*latin1"):
+        texts_of(path)
+    path.write_bytes("eins\n".encode("utf-16"))
+    with pytest.raises(FileError, match=r"a\.txt, line 1: not UTF-8.*iconv -f utf-16"):
+        texts_of(path)
+
+
 BAD_UTF8 = b"good \xff bad"
 
 

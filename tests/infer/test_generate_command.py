@@ -277,6 +277,11 @@ def test_a_conversation(capsys, monkeypatch, folder, model):
     assert "2 loops for every token" in captured.err
 
 
+def test_more_of_a_text_that_fills_the_context(capsys, monkeypatch, folder, model):
+    typed(monkeypatch, folder, f"/max-new-tokens {model.config.context_length}", PROMPT, "/more")
+    assert "/more: the model's context is full" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("last", ["", "/quit", "/q", " /quit "])
 def test_what_ends_a_conversation(capsys, monkeypatch, folder, last):
     typed(monkeypatch, folder, "a\\", "b", last, PROMPT)

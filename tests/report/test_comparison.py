@@ -152,7 +152,7 @@ def test_the_command(folders, capsys):
     assert "loops: 'many' is not" in capsys.readouterr().err
 
 
-def test_losses_of_different_held_out_rows_are_named(tmp_path):
+def test_losses_of_different_held_out_rows_are_named(tmp_path, capsys):
     runs = [fakes.looped_run(tmp_path / name) for name in ("a", "b", "c")]
     for run, documents in zip(runs, ("1", "1", "2"), strict=True):
         state = {"sources": [{"train": "0", "validation": documents}]}
@@ -161,6 +161,11 @@ def test_losses_of_different_held_out_rows_are_named(tmp_path):
     (note,) = parcae.compare(*runs).notes
     assert "a and c were validated on different rows" in note
     assert "--val-data" in note
+    assert "**" in parcae.compare(*runs[:2]).format("markdown")
+    assert "**" not in parcae.compare(*runs).format("markdown")
+    for arguments in (runs[:2], runs):
+        assert main(["compare", *map(str, arguments), "--format", "latex"]) == 0
+        assert ("different rows" in capsys.readouterr().err) == (arguments is runs)
     page = parcae.write_report(runs, tmp_path / "report").read_text()
     assert "a and c were validated on different rows" in page
     page = parcae.write_report(runs[:2], tmp_path / "report").read_text()

@@ -217,7 +217,7 @@ def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, fol
     for arguments, message in (
         (["demo"], "`make demo` trains it"),
         (["nowhere"], "nowhere"),
-        ([str(folder), "--host", "0.0.0.0"], "there is no API key"),  # noqa: S104
+        ([str(folder), "--host", "0.0.0.0"], "Give one (--api-key-file"),  # noqa: S104
         ([str(folder), str(folder)], "two have the same name"),
         ([str(folder), "--max-batch-size", "0"], "max_batch_size"),
         ([str(folder), "--max-choices", "500"], "do not fit in a queue"),

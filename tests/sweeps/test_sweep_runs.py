@@ -16,6 +16,7 @@ import pytest
 
 import parcae
 from parcae.cli import main
+from parcae.commands.sweep import _print_result
 from parcae.files import lock_folder, write_json
 from parcae.laws.table import read_table
 from parcae.recipe import merge, write_toml
@@ -23,6 +24,7 @@ from parcae.runs import FINAL_STATUSES, last_step, list_checkpoints, read_result
 from parcae.sweeps import launch
 from parcae.sweeps.folder import SweepFolder
 from parcae.sweeps.launch import LocalWorkers, environments
+from parcae.sweeps.run import SweepResult
 from training import runs
 
 pytestmark = pytest.mark.slow
@@ -218,6 +220,13 @@ class Events:
 
     def waiting(self):
         pass
+
+
+def test_an_interrupted_sweep_says_how_to_continue(tmp_path, capsys):
+    for interrupted in (True, False):
+        _print_result(SweepResult(tmp_path, (), tmp_path / "runs.csv", (), interrupted))
+        said = f"To continue: parcae sweep {tmp_path}" in capsys.readouterr().out.replace("\n", "")
+        assert said == interrupted
 
 
 def test_asked_to_stop_its_runs_save(whole, tmp_path):

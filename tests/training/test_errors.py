@@ -144,7 +144,7 @@ def test_missing_data_can_be_put_right_in_the_same_folder(write, fails, text, tm
     run = tmp_path / "run"
     sources = {"sources": [str(tmp_path / "none.jsonl")]}
     assert "none.jsonl: no such file" in fails(write(data=sources), "--out", run)
-    assert not (run / "metrics.jsonl").exists()
+    assert not (run / "recipe.toml").exists()  # nothing that looks like a run
     recipe = write(budget={"steps": 2}, model={"vocab_size": 310})
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
 

@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(to_json(comparison.to_json()), end="")
     elif arguments.format:
         print(comparison.format(arguments.format), end="")
+        for line in comparison.notes:
+            console.print_text(line, console=console.err)
     else:
         for table in _all_tables(comparison):
             console.out.print(table)

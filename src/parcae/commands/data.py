@@ -120,7 +120,8 @@ def _register_prepare(actions: Any) -> None:
 
 def run_prepare(arguments: argparse.Namespace) -> int:
     from parcae.data.preparation import SHARD_TOKENS, Update, prepare
-    from parcae.data.sources import VALIDATION_FRACTION, find_files, unsplit_note
+    from parcae.data.readers import unsplit_note
+    from parcae.data.sources import VALIDATION_FRACTION, find_files
 
     fraction, shard_tokens = arguments.validation_fraction, arguments.shard_tokens
     require(
@@ -160,7 +161,7 @@ def _print_prepared(prepared: PreparedFolder) -> None:
             f"{row['documents']:,}",
             f"{row['tokens']:,}",
             f"{row['text_bytes']:,}",
-            f"{row['bytes_per_token']:.3f}",
+            f"{row['bytes_per_token']:.3f}" if row["tokens"] else "–",
             row["shards"],
         )
         for row in splits
@@ -173,7 +174,20 @@ def _print_prepared(prepared: PreparedFolder) -> None:
             f"Skipped: {skipped['empty']:,} documents without text, "
             f"{skipped['held_out']:,} that are also in the validation sources."
         )
-    if not next(row["documents"] for row in splits if row["split"] == "validation"):
+    if prepared.replaced:
+        console.print_text(
+            f"{prepared.replaced:,} characters of the text are U+FFFD, which stands for bytes that "
+            "are not UTF-8. If these are many, convert the sources instead.",
+            console=console.err,
+        )
+    documents = {row["split"]: row["documents"] for row in splits}
+    if not documents["train"]:
+        console.print_text(
+            "All documents are held out for validation: none is left to train on. Use more "
+            "documents, or a smaller --validation-fraction.",
+            console=console.err,
+        )
+    if not documents["validation"]:
         remedy = "Increase --validation-fraction to hold some out."
         if prepared.documents_read == 1:
             remedy = (

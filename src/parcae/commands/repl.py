@@ -62,6 +62,8 @@ class Repl:
         elif line == "/more":
             if not self._tokens:
                 raise ConfigError("/more: there is no text yet. Type a prompt first.")
+            if len(self._tokens) >= self.engine.config.context_length:
+                raise ConfigError("/more: the model's context is full. Type a new prompt.")
             self._write(self._tokens)
         else:
             self._set(line)

@@ -176,5 +176,7 @@ def _print_result(result: SweepResult) -> None:
         console.print_text(f"To start failed runs again: parcae sweep {result.folder} --retry")
     counts = Counter(run.state for run in result.runs)
     console.print_text(", ".join(f"{count} {state}" for state, count in counts.items()) + ".")
+    if result.interrupted:
+        console.print_text(f"To continue: parcae sweep {result.folder}")
     if result.rows:
         console.print_text(f"Table: {result.table_file}  Laws: parcae fit {result.folder}")

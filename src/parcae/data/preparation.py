@@ -26,6 +26,7 @@ import numpy as np
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import (
     BEGINNING,
+    REPLACEMENT,
     Document,
     ReadPosition,
     bytes_read,
@@ -234,6 +235,7 @@ def _intact_parts(folder: Path, parts: list[Part], report: Report) -> list[Part]
 def _check_part(part: Part) -> None:
     """Raise an error of a wrong value or type unless a part is as `_write_part` returns it."""
     counts = [*part["behind"], *(part["skipped"][key] for key in ("empty", "held_out"))]
+    counts.append(part.get("replaced", 0))
     for record in part["shards"]:
         shard = ShardRecord(**record)
         counts += [shard.documents, shard.tokens, shard.text_bytes, shard.bytes]
@@ -261,7 +263,7 @@ def _write_part(
 ) -> Part | None:
     """Write the next shard of each split; None if no document is left."""
     number, identity = len(state["parts"]), state["preparation"]
-    skipped = {"empty": 0, "held_out": 0}
+    skipped, replaced = {"empty": 0, "held_out": 0}, 0
     position: ReadPosition | None = None
     dtype, tokens = work.tokenizer.token_dtype, 0
     with ExitStack() as stack:
@@ -278,13 +280,15 @@ def _write_part(
                 continue
             writer, _ = writers[document.split]
             writer.add(document.tokens, document.text_bytes)
+            replaced += document.replaced
             tokens += len(document.tokens)
             if tokens >= work.shard_tokens:
                 break
     if position is None:
         return None
     records = [asdict(record) for _, finished in writers.values() for record in finished]
-    return {"behind": [stage, *position], "shards": records, "skipped": skipped}
+    part = {"behind": [stage, *position], "shards": records, "skipped": skipped}
+    return part | ({"replaced": replaced} if replaced else {})
 
 
 def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
@@ -317,6 +321,8 @@ def _finish(work: Preparation, folder: Path, state: dict[str, Any]) -> Manifest:
         },
         "shards": shards,
     }
+    if replaced := sum(part.get("replaced", 0) for part in state["parts"]):
+        manifest["replaced"] = replaced
     for record in records:
         map_shard(folder, ShardRecord(**record), manifest, "Run the same command again to resume.")
     write_sealed(folder / MANIFEST, manifest)
@@ -393,6 +399,8 @@ class Encoded(NamedTuple):
     split: Split | None
     tokens: np.ndarray
     text_bytes: int
+    replaced: int
+    """Characters that stand for invalid bytes."""
     source: Document
     """Without its text, which is no longer needed."""
 
@@ -400,6 +408,7 @@ class Encoded(NamedTuple):
 def _encode(work: Preparation, stage: Stage, start: ReadPosition) -> Iterator[Encoded]:
     """Yield the documents of a stage in order, tokenised a few batches ahead."""
     no_tokens = np.empty(0, work.tokenizer.token_dtype)
+    replaces = work.corpus.options.encoding_errors == "replace"
 
     def encode(batch: list[Document]) -> list[Encoded]:
         splits: list[Split | None] = [work.split(stage, document.text) for document in batch]
@@ -410,6 +419,7 @@ def _encode(work: Preparation, stage: Stage, start: ReadPosition) -> Iterator[En
                 split,
                 next(arrays) if split else no_tokens,
                 len(document.text.encode()),
+                document.text.count(REPLACEMENT) if replaces else 0,
                 document._replace(text=""),
             )
             for document, split in zip(batch, splits, strict=True)

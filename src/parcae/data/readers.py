@@ -29,6 +29,8 @@ import zstandard
 from parcae.data.sources import Format, ReadOptions, SourceFile, open_compressed
 from parcae.files import FileError
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What stands for bytes that are not UTF-8."""
 LONGEST_TEXT = 1 << 23
 """Characters. The rest of a longer text file is read as further documents."""
 LONGEST_RECORD_BYTES = 3 << 24
@@ -80,6 +82,26 @@ def read_documents(
             raise FileError(f"{file.path}: contains no document. Remove it from the sources.")
 
 
+def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: int) -> str | None:
+    """What to check where no text file has a line of the separator; None where one has.
+
+    A file may be one document, so this is not an error. `documents` is the number in all files.
+    """
+    separator, start = options.separator, options.document_start
+    texts = [file for file in files if file.format == "text"]
+    if (separator or start) is None or not texts:
+        return None
+    if documents > len(files):
+        if len(texts) == len(files):
+            return None
+        second = (read_file(file.path, "text", options, skip=1) for file in texts)
+        if any(next(rest, None) for rest in second):
+            return None
+    name, value = ("document_start", start) if separator is None else ("separator", separator)
+    where = "the text file" if len(texts) == 1 else f"the {len(texts):,} text files"
+    return f"{name}: {value!r} splits {where} nowhere: each file is one document. Is it misspelt?"
+
+
 def bytes_read(files: Sequence[SourceFile]) -> Callable[[Document], float]:
     """A function that returns the bytes of the files that were read up to a document's end."""
     sizes = [file.bytes for file in files]
@@ -105,7 +127,7 @@ def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -
             ) from None
         raise FileError(f"{path}: damaged or truncated ({error}). Download it again.") from None
     except UnicodeDecodeError as error:
-        raise FileError(_not_utf8(path, error)) from None
+        raise FileError(_not_utf8(f"{path}, line {_invalid_line(path)}", error)) from None
     except OSError as error:
         if isinstance(error, FileError):
             raise
@@ -113,10 +135,26 @@ def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -
         raise FileError(f"{path}: cannot be read ({problem}). Check its permissions.") from None
 
 
+def _invalid_line(path: Path) -> int:
+    """The number of the first line that is not UTF-8."""
+    number = 0
+    with open_compressed(path) as (stream, _):
+        while line := stream.readline(LONGEST_RECORD_BYTES):
+            number += 1
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                break
+    return number
+
+
 def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
+    is_utf16 = error.start == 0 and error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
+    encoding = "utf-16" if is_utf16 else "latin1"
     return (
-        f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). "
-        "Convert it, or set `encoding_errors` to replace."
+        f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). Convert "
+        f"it, as `iconv -f {encoding} -t utf-8 FILE > NEW` does from {encoding}, or lose its "
+        "invalid bytes by setting `encoding_errors` to replace."
     )
 
 
@@ -185,7 +223,10 @@ def _text_of(line: bytes, options: ReadOptions, location: str) -> str:
     except UnicodeDecodeError as error:
         raise FileError(_not_utf8(location, error)) from None
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{location}: not valid JSON ({error}). Expected one object.") from None
+        raise FileError(
+            f"{location}: not valid JSON ({error}). Expected one object on each line; a list of "
+            "objects over several lines is not supported."
+        ) from None
     if not isinstance(record, dict):
         raise FileError(
             f"{location}: {type(record).__name__} instead of an object. Write one document per "

@@ -292,6 +292,11 @@ class PreparedFolder:
         return self.manifest["skipped"]
 
     @property
+    def replaced(self) -> int:
+        """Number of characters that stand for bytes that are not UTF-8."""
+        return self.manifest.get("replaced", 0)
+
+    @property
     def documents_read(self) -> int:
         """Documents of all sources, with those that are in no shard."""
         totals = self.manifest["totals"].values()

@@ -109,21 +109,6 @@ def find_files(sources: Sequence[str | Path]) -> tuple[SourceFile, ...]:
     return tuple(files.values())
 
 
-def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: int) -> str | None:
-    """What to check where no text file has a line of the separator; None where one has.
-
-    A file may be one document, so this is not an error. `documents` is the number in all files.
-    """
-    separator, start = options.separator, options.document_start
-    if (separator or start) is None or documents > len(files):
-        return None
-    if any(file.format != "text" for file in files):
-        return None
-    name, value = ("document_start", start) if separator is None else ("separator", separator)
-    where = "the file" if len(files) == 1 else f"the {len(files):,} files"
-    return f"{name}: {value!r} splits {where} nowhere: each file is one document. Is it misspelt?"
-
-
 def format_of(path: Path) -> Format | None:
     """The format by the file's suffix, without .gz or .zst; None if it is not supported."""
     plain = path.with_suffix("") if path.suffix in COMPRESSIONS else path
@@ -233,8 +218,8 @@ def _expand(source: str | Path) -> list[SourceFile]:
     if files:
         return files
     raise FileError(
-        f"{source}: no such file, folder or glob. For a dataset of the Hugging Face hub, "
-        "run `parcae data download` first and name its folder here."
+        f"{source}: no such file, folder or glob. Relative paths start at the current folder. For "
+        "a dataset of the Hugging Face hub, run `parcae data download` and name its folder here."
     )
 
 

@@ -18,7 +18,7 @@ from parcae.files import FileError, atomic_folder, check_new, reading
 from parcae.model import CONFIG_FILE
 from parcae.model.store import read_model, save
 from parcae.runs.checkpoints import verify_model_folder
-from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES
+from parcae.runs.layout import CHECKPOINTS_FOLDER, TOKENIZER_FILE, TOKENIZER_FILES
 
 FILES = (CONFIG_FILE, "*.safetensors", "pytorch_model.bin", TOKENIZER_FILE, "merges.txt")
 OWNER = "SandyResearch"
@@ -67,7 +67,9 @@ def download_model(
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise FileError(f"{repository}: cannot be downloaded ({reason}).") from None
+        raise FileError(
+            f"{repository}: no such folder, and it cannot be downloaded from the hub ({reason})."
+        ) from None
     return folder
 
 
@@ -82,7 +84,10 @@ def _hint(repository: str) -> str:
 
 def _convert(source: Path, folder: Path) -> Path:
     if not (source / CONFIG_FILE).exists():
-        raise FileError(f"{source}: no {CONFIG_FILE}. Give a folder with a model.")
+        remedy = "Give a folder with a model."
+        if (source / CHECKPOINTS_FOLDER).is_dir():
+            remedy = "It is a run: commands take it as it is, `parcae export` converts it."
+        raise FileError(f"{source}: no {CONFIG_FILE}. {remedy}")
     verify_model_folder(source)
     try:
         model = read_model(source)

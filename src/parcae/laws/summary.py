@@ -138,7 +138,7 @@ def _fixed_depth(models: list[ModelFit]) -> SummaryTable:
                     f"{row.best_loss:.4f}",
                     MISSING if row.fixed_loss is None else f"{row.fixed_loss:.4f}",
                     gain,
-                    _estimate(row.law_loops, 1),
+                    _estimate(row.law_loops, 1) + _beyond(row.law_loops, model),
                     _estimate(row.law_loss, 4),
                 )
             )
@@ -253,6 +253,13 @@ def _percent(value: float) -> str:
 
 def _interval(ends: tuple[float, float] | None) -> str:
     return MISSING if ends is None else f"{ends[0]:.4g} … {ends[1]:.4g}"
+
+
+def _beyond(value: Estimate | None, model: ModelFit) -> str:
+    """A remark on a number of loops outside those of the runs."""
+    loops = model.runs.points.mean_loops[model.runs.training()]
+    inside = value is None or loops.min() <= value.value <= loops.max()
+    return "" if inside else ", extrapolated"
 
 
 def _estimate(value: Estimate | None, digits: int) -> str:

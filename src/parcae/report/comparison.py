@@ -100,6 +100,8 @@ class Comparison:
     """The first evaluated run (A) and each other one (B) item by item, with the name of B."""
     notes: list[str]
     """What was left out, and why."""
+    same_held_out: bool = True
+    """Whether the losses are of the same held-out rows; otherwise none of them is the best."""
 
     def table(self) -> list[dict[str, Any]]:
         """One row per run and number of loops.
@@ -120,8 +122,13 @@ class Comparison:
         return [{"run": name, **row} for name, pair in self.pairs for row in pair.table()]
 
     def format(self, format: Format = "markdown") -> str:
-        """The table as Markdown, CSV or LaTeX, with the best value of each column in bold."""
-        return format_table(self.table(), format, titles=TITLES, best=BEST, digits=DIGITS)
+        """The table as Markdown, CSV or LaTeX, with the best value of each column in bold, unless
+        they are losses of different rows; `notes` says so."""
+        best = dict(BEST)
+        if not self.same_held_out:
+            for column in DIGITS:
+                del best[column]
+        return format_table(self.table(), format, titles=TITLES, best=best, digits=DIGITS)
 
     def to_json(self) -> dict[str, Any]:
         """What `parcae compare --json` prints."""
@@ -147,13 +154,14 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
     ]
     pairs, notes = _compare_pairs(compared, chosen, loops)
+    different = note_on_validation([one.run for one in compared if one.run])
     about_runs = [
         *_unfinished(compared),
         *_without_loss(compared, chosen),
-        *_not_comparable(compared),
+        *([different] if different else ()),
         *_stale(compared),
     ]
-    return Comparison(rows, pairs, [*about_runs, *notes])
+    return Comparison(rows, pairs, [*about_runs, *notes], same_held_out=different is None)
 
 
 def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:
@@ -250,11 +258,6 @@ def _without_loss(
                 "its loss is left out."
             )
     return notes
-
-
-def _not_comparable(compared: Sequence[Compared]) -> list[str]:
-    note = note_on_validation([one.run for one in compared if one.run])
-    return [] if note is None else [note]
 
 
 def _stale(compared: Sequence[Compared]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
@@ -142,7 +143,7 @@ def headlines(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
         if (missing := sweep.planned - _count_inside(runs, sweep))
     ]
     if note := note_on_validation(runs):
-        notes.append(escape(note))
+        notes.append(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(note)))
     listed = "".join(f'<p class="note" role="note">{note}</p>\n' for note in notes)
     return f"<section>\n{listed}<h2>Summary</h2>\n{runs_table(runs)}</section>\n"
 

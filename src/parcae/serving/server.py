@@ -60,7 +60,7 @@ def serve(
         bool(api_keys) or is_loopback(host),
         "host",
         f"{host} can be reached from other machines, and there is no API key",
-        "Give one, or use 127.0.0.1.",
+        "Give one (--api-key-file FILE, or the variable PARCAE_API_KEY), or use 127.0.0.1.",
     )
     settings = settings or ServerSettings()
     listener = _listen(host, port)  # first: opening the models may take long

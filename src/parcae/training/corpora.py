@@ -26,8 +26,9 @@ from parcae.data.loader import (
     with_held_out_rows,
 )
 from parcae.data.preparation import prepare
+from parcae.data.readers import unsplit_note
 from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
-from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files, unsplit_note
+from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.files import FileError, interpreting, read_json
@@ -154,6 +155,13 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
                     "its tokens. If it was moved, give its new path with `data.sources`."
                 )
             _tokenise(str(source), tokenizer, recipe, folder, report)
+
+
+def check_sources(recipe: Recipe) -> None:
+    """Refuse sources that do not exist, before anything is written."""
+    for source in recipe.data.sources:
+        if not (Path(source) / MANIFEST).exists():
+            find_files([source])
 
 
 def open_corpora(recipe: Recipe, run: Path) -> Corpora:

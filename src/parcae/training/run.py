@@ -126,13 +126,14 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
     A run that never reached its first step starts again, without what was prepared for another
     recipe. Returns the recipe as it was written. `report` is called before each long operation.
     """
-    from parcae.training.corpora import prepare_corpora
+    from parcae.training.corpora import check_sources, prepare_corpora
 
     if (run / METRICS_FILE).exists():
         raise ConfigError(
             f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
             "or use another `out`."
         )
+    check_sources(recipe)
     recipe = with_recorded_start(recipe)
     text, path = _recipe_text(recipe), run / RECIPE_FILE
     before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
