@@ -183,6 +183,13 @@ def test_types_moves_sliders_and_shows_the_loops_of_each_token(open_page, comple
     assert page.text("#status").endswith(f", {mean:.1f} loops on average.")
 
 
+def test_a_full_context_is_named(open_page):
+    page = open_page()
+    write(page, "#max-tokens", page.evaluate("models[0].parcae.context_length"))
+    generate(page)
+    assert page.text("#status").endswith(" The model's context is full.")
+
+
 def test_two_depths_are_written_at_the_same_time(open_page, complete, server):
     page = open_page(width=1440)
     page.click("#compare")

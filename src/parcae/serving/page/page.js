@@ -365,7 +365,9 @@ async function generate() {
 function describe(side) {
   const count = side.tokens.length, speed = count > 1 ? `, ${number(side.speed)} per second` : "";
   const loops = count && !side.loopsElement.disabled ? `, ${side.meanLoops.toFixed(1)} loops on average` : "";
-  return `${plural(count, "token")}${speed}${loops}.`;
+  const context = models.find(model => model.id === side.used?.model)?.parcae.context_length;
+  const full = side.promptIds?.length + count >= context ? " The model's context is full." : "";
+  return `${plural(count, "token")}${speed}${loops}.${full}`;
 }
 
 function agreement() {
