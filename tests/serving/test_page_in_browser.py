@@ -185,7 +185,10 @@ def test_types_moves_sliders_and_shows_the_loops_of_each_token(open_page, comple
 
 def test_a_full_context_is_named(open_page):
     page = open_page()
-    write(page, "#max-tokens", page.evaluate("models[0].parcae.context_length"))
+    length = page.evaluate("models[0].parcae.context_length")
+    write(page, "#prompt", "a" * (length - 4))  # nearly full already
+    write(page, "#max-tokens", length)
+    write(page, "#seed", SEED)
     generate(page)
     assert page.text("#status").endswith(" The model's context is full.")
 
