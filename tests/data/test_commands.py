@@ -201,7 +201,9 @@ def test_replaced_bytes_are_counted(folder: Path, tmp_path: Path, capsys) -> Non
     source, out = tmp_path / "latin.txt", tmp_path / "shards"
     source.write_bytes("für Jürgen\n".encode("latin1"))
     options = ("--tokenizer", vocabulary, "--out", out, "--validation-fraction", "0.999999")
-    run("data", "prepare", source, *options, "--encoding-errors", "replace")
+    with pytest.raises(FileError, match="not UTF-8"):
+        run("data", "prepare", source, *options)
+    run("data", "prepare", source, *options, "--encoding-errors", "replace")  # in the same folder
     message = " ".join(capsys.readouterr().err.split())
     assert "2 characters of the text are U+FFFD" in message
     assert "none is left to train on" in message

@@ -128,9 +128,12 @@ def test_the_error_names_the_line_and_the_encoding(tmp_path: Path) -> None:
     path.write_bytes("eins\nzwei\nfünf\n".encode("latin1"))
     with pytest.raises(FileError, match=r"a\.txt, line 3: not UTF-8.*latin1"):
         texts_of(path)
-    path.write_bytes("eins\n".encode("utf-16"))
-    with pytest.raises(FileError, match=r"a\.txt, line 1: not UTF-8.*iconv -f utf-16"):
-        texts_of(path)
+    for name, encoding in (("a.txt", "utf-16"), ("a.txt", "utf-16-le"), ("a.jsonl", "utf-16")):
+        path = tmp_path / name
+        path.write_bytes('{"text": "eins"}\n'.encode(encoding))
+        for errors in ("strict", "replace"):
+            with pytest.raises(FileError, match=rf"{name}: .*UTF-16.*iconv -f utf-16"):
+                texts_of(path, encoding_errors=errors)
 
 
 BAD_UTF8 = b"good \xff bad"
@@ -143,7 +146,9 @@ def test_not_utf8_is_an_error_or_replaced(tmp_path: Path, name: str) -> None:
         pq.write_table(pa.table({"text": pa.array([BAD_UTF8], pa.binary())}), path)
     else:
         path.write_bytes(BAD_UTF8 if name == "a.txt" else b'{"text": "' + BAD_UTF8 + b'"}')
-    with pytest.raises(FileError, match=rf"{name}.*not UTF-8 \(byte 0xff.*`encoding_errors`"):
+    with pytest.raises(
+        FileError, match=rf"{name}.*not UTF-8 \(byte 0xff.*--encoding-errors replace`"
+    ):
         texts_of(path)
     assert texts_of(path, encoding_errors="replace") == ["good \ufffd bad"]
 

@@ -201,6 +201,16 @@ def test_texts_must_be_there(tmp_path, monkeypatch):
         Store(tmp_path, Path(tmp_path)).train([run], 1, lambda run: None)
 
 
+def test_an_experiment_on_texts_alone_needs_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("PARCAE_TEST_DATA", raising=False)
+    assert main(["reproduce", "tokenizer", "--scale", "toy", "--out", str(tmp_path)]) == 0
+    assert "tokenizer needs the folder of texts" in capsys.readouterr().out
+    page = (tmp_path / "reproduction.md").read_text()
+    assert "0.2 million" not in page
+    with pytest.raises(FileError, match="nowhere: no such folder"):
+        parcae.reproduce("tokenizer", out=tmp_path, texts=tmp_path / "nowhere")
+
+
 def test_the_list(capsys):
     assert main(["reproduce", "list"]) == 0
     assert "reasoning" in capsys.readouterr().out

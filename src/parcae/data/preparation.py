@@ -205,8 +205,9 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
     with interpreting(path, remedy):
         digests = _digests(work, earlier["digests"], report)
-        identity = earlier.get("preparation", _identity(work, digests))
-        _check_identity(folder, identity, work, digests)
+        identity = _identity(work, digests)
+        if earlier["parts"]:
+            _check_identity(folder, earlier["preparation"], work, digests)
         _remove_leftovers(folder)
         parts = _intact_parts(folder, earlier["parts"], report)
     state = {"preparation": identity, "digests": digests, "parts": parts}

@@ -135,6 +135,17 @@ def read_file(path: Path, format: Format, options: ReadOptions, skip: int = 0) -
         raise FileError(f"{path}: cannot be read ({problem}). Check its permissions.") from None
 
 
+def _refuse_utf16(path: Path) -> None:
+    """An error for a file in UTF-16 or UTF-32: its zero bytes would pass as UTF-8."""
+    with open_compressed(path) as (stream, _):
+        start = stream.read(1024)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or start.count(0) > len(start) / 4:
+        raise FileError(
+            f"{path}: not UTF-8, but probably UTF-16. Convert it, as "
+            "`iconv -f utf-16 -t utf-8 FILE > NEW` does."
+        )
+
+
 def _invalid_line(path: Path) -> int:
     """The number of the first line that is not UTF-8."""
     number = 0
@@ -149,16 +160,15 @@ def _invalid_line(path: Path) -> int:
 
 
 def _not_utf8(location: object, error: UnicodeDecodeError) -> str:
-    is_utf16 = error.start == 0 and error.object[:2] in (b"\xff\xfe", b"\xfe\xff")
-    encoding = "utf-16" if is_utf16 else "latin1"
     return (
         f"{location}: not UTF-8 (byte 0x{error.object[error.start]:02x}, {error.reason}). Convert "
-        f"it, as `iconv -f {encoding} -t utf-8 FILE > NEW` does from {encoding}, or lose its "
-        "invalid bytes by setting `encoding_errors` to replace."
+        "it, as `iconv -f latin1 -t utf-8 FILE > NEW` does from Latin-1, or lose its invalid bytes "
+        "with `parcae data prepare --encoding-errors replace`."
     )
 
 
 def _read_text(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
+    _refuse_utf16(path)
     starts = re.compile(options.document_start).search if options.document_start else None
     with open_compressed(path) as (stream, fraction_read):
         text = io.TextIOWrapper(stream, "utf-8-sig", errors=options.encoding_errors, newline="")
@@ -200,6 +210,7 @@ def _join_lines(
 
 
 def _read_json_lines(path: Path, options: ReadOptions, skip: int) -> Iterator[Record]:
+    _refuse_utf16(path)
     seen = 0
     number = 0
     with open_compressed(path) as (stream, fraction_read):

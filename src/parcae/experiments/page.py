@@ -18,9 +18,7 @@ INTRODUCTION = """\
 {runs} This page lists the claims of the paper
 and a few beyond it, with the rule that decides each and the results so far at small scale.
 
-- **Scale.** Models of about 0.2 million parameters. A run on text takes 1,000 steps (a million
-  tokens), a run on a synthetic task 4,000 steps. Each section gives the processor time of its
-  runs.
+- **Scale.** {scale} Each section gives the processor time of its runs.
 - **Verdicts** follow by rule from the numbers and their spread over seeds
   (`experiments/verdicts.py`); the rules were fixed before the runs. *Shown*: the whole 95 %
   interval of the effect agrees with the claim. *Shown weakly*: every seed agrees, but the interval
@@ -28,22 +26,41 @@ and a few beyond it, with the rule that decides each and the results so far at s
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
   batches at the same depths.
-- **Data.** Text experiments train on textbooks and encyclopedia articles that are not part of the
-  repository. `--texts FOLDER` names their folder; `--data.sources '["FILE"]'` trains on other text.
+- **Data.** {data} `--data.sources '["FILE"]'` trains on other text.
 
 The page is written by `parcae reproduce`.
 """
 
 
+SCALES = {
+    "micro": """Models of about 0.2 million parameters. A run on text takes 1,000 steps (a million
+  tokens), a run on a synthetic task 4,000 steps.""",
+    "paper": "The models, tokens and FLOPs of the paper.",
+    "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
+}
+DATA = {
+    "micro": """Text experiments train on textbooks and encyclopedia articles that are not part of
+  the repository. `--texts FOLDER` names their folder;""",
+    "paper": "Text experiments train on the data of the paper's recipes;",
+    "toy": "Text experiments train on the source code of Python's standard library;",
+}
+
+
 def write_page(
-    catalogue: Mapping[str, Experiment], found: Mapping[str, Results], page: Path, notes: str = ""
+    catalogue: Mapping[str, Experiment],
+    found: Mapping[str, Results],
+    page: Path,
+    notes: str = "",
+    scale: str = "micro",
 ) -> Path:
     """Write the page, and the figures of experiments with results into a folder beside it.
 
     `notes`: Markdown between the table of claims and the experiments.
     """
     claims = {name: _claims(experiment, found.get(name)) for name, experiment in catalogue.items()}
-    introduction = INTRODUCTION.format(runs=_count(catalogue, found))
+    introduction = INTRODUCTION.format(
+        runs=_count(catalogue, found), scale=SCALES[scale], data=DATA[scale]
+    )
     parts = [introduction, _summary(catalogue, claims, found), *([notes] if notes else [])]
     figures = page.with_suffix("")
     for name, experiment in catalogue.items():

@@ -133,6 +133,9 @@ def reproduce(
     )
     interrupted = False
     if not redraw:
+        for name in chosen:
+            if not work.plan[name] and work.store.texts is None and not work.has(name):
+                console.print_text(f"{name} needs the folder of texts: give it with --texts.")
         work.collect()
         runs = work.missing()
         if slurm is None:
@@ -149,6 +152,7 @@ def reproduce(
         found,
         Path(page or folder / "reproduction.md"),
         _read_notes(work.results / NOTES),
+        scale,
     )
     chosen_results = {name: found[name] for name in chosen}
     return Reproduction(chosen_results, written, interrupted, work.store.failures)
@@ -253,6 +257,8 @@ def _format(name: str, planned: int, rows: Sequence[Row]) -> str:
 
 def _texts(folder: str | Path | None) -> Path | None:
     if folder is not None:
+        if not Path(folder).is_dir():
+            raise FileError(f"{folder}: no such folder. Give the folder of texts by --texts.")
         return Path(folder)
     data = os.environ.get("PARCAE_TEST_DATA")
     return Path(data) / "data" / "corpora" if data else None

@@ -197,8 +197,8 @@ def fit(
         raise FitError(f"{data.source}: no looped models, only Transformers. Add looped runs.")
     if not any(model.laws or model.test_time or model.parabolas for model in models.values()):
         reasons = dict.fromkeys(r for model in models.values() for r in model.not_fitted.values())
-        listed = "".join(f"\n- {reason}" for reason in reasons)
-        raise FitError(f"{data.source}: no law can be fitted:{listed}")
+        listed = " ".join(f"({number}) {reason}" for number, reason in enumerate(reasons, 1))
+        raise FitError(f"{data.source}: no law can be fitted: {listed}")
     return FitResult(data, models, gap_shares(data), settings)
 
 

@@ -72,14 +72,16 @@ class LocalWorkers:
                 self.active = [a for a in self.active if a not in ended]
                 restart = [a for a in ended if self._should_restart(a, stop.asked)]
                 waiting = [(a.request, a.attempt + 1) for a in restart] + waiting
+                started = []
                 while waiting and len(self.active) < self.workers and not stop.asked:
-                    request, attempt = waiting.pop(0)
-                    self.active.append(self._start(request, attempt))
-                    observer.started(request, attempt)
+                    started.append(waiting.pop(0))
+                    self.active.append(self._start(*started[-1]))
                 # After the start of others, which train while the observer evaluates these.
                 for process in ended:
                     if process not in restart:
                         observer.ended(process.request, self._failure(process, stop.asked))
+                for request, attempt in started:
+                    observer.started(request, attempt)
                 observer.waiting()
                 time.sleep(POLL_SECONDS)
         finally:

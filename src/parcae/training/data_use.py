@@ -69,8 +69,8 @@ class SourceUse:
             "Set data.split_long = true, or " if split else 'Set data.packing = "concatenate", or '
         )
         return (
-            f"Warning: packing crops {self.cropped_share:.0%} of the tokens of {self.source}, "
-            "which are never trained on: its documents are long compared to a row. "
+            f"Warning: packing crops {self.cropped_share:.0%} of the tokens of {self.source} from "
+            "documents that do not fit their rows; these are never trained on. "
             f"{remedy}use a longer model.context_length."
         )
 
