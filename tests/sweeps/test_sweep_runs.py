@@ -241,16 +241,23 @@ def test_asked_to_stop_its_runs_save(whole, tmp_path):
 
 
 def test_the_next_run_starts_before_the_last_one_is_evaluated(whole, tmp_path, monkeypatch):
-    """Observers evaluate a run that has ended; the others need not wait."""
+    """Observers evaluate a run that has ended; the others need not wait. It is told first."""
     first = replace(SweepFolder(whole).request(NAMES[0]), run=tmp_path / "run")
     second = replace(first, name="second")
-    monkeypatch.setattr(launch, "start_process", lambda *_: subprocess.Popen(["true"]))
     events = Events(tmp_path / "run")
+
+    def start(request, *_):
+        events.lines.append(("process", request.name))
+        return subprocess.Popen(["true"])
+
+    monkeypatch.setattr(launch, "start_process", start)
     LocalWorkers(1, environments(1)).run([first, second], events, events)
     assert [line[:2] for line in events.lines] == [
+        ("process", first.name),
         ("started", first.name),
-        ("started", "second"),
+        ("process", "second"),
         ("ended", first.name),
+        ("started", "second"),
         ("ended", "second"),
     ]
 
