@@ -4,9 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
-# One thread each: processes with two threads would compete for cores. A third of the tests' time on two cores is
-# waiting (for Slurm, signals and browsers), which a third process fills.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+# Two test processes with one thread each: two processes with two threads each would compete for cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
