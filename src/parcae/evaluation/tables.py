@@ -195,11 +195,9 @@ def notes(result: EvaluationResult) -> list[str]:
                 lines.append(f"{name}: {suite[name]!r} splits the file nowhere. Is it misspelt?")
     limited = {name: suite["limit"] for name, suite in result.suites.items() if suite["limit"]}
     for limit in sorted(set(limited.values())):
-        items = f"Limited to {console.format_items(limit, 'item')} of each task"
         names = [name for name in limited if limited[name] == limit]
-        lines.append(
-            f"{items}." if len(names) == len(suites) else f"{items} of {', '.join(names)}."
-        )
+        where = "" if len(names) == len(suites) else f" of {', '.join(names)}"
+        lines.append(f"Limited to {console.format_items(limit, 'item')} of each task{where}.")
     if missing := sorted({name for suite in suites for name in suite.get("missing", ())}):
         lines.append(f"Missing tasks, not included in any mean: {', '.join(missing)}.")
     return lines
