@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import parcae
 from conftest import KINDS, randomised, tiny
 from parcae.config import LoopConfig
 from parcae.model.base import loss_chunk
-from parcae.model.blocks import HalfSquaredRelu
+from parcae.model.blocks import SquaredReluLinear
 from parcae.model.initial_state import draw_state_rows
 from parcae.rng import keyed_generator
 
@@ -122,21 +123,35 @@ def test_a_large_vocabulary_makes_the_chunks_of_the_loss_shorter(vocabulary, pos
     assert loss_chunk(vocabulary) == positions
 
 
-def test_the_backward_of_the_activation_is_one_product():
-    """It does not allocate a gradient of zeros for what the forward keeps."""
+def saved_bytes(loss: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    sizes = {}
 
-    class Recorder(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-    calls: list[str] = []
-    x = torch.linspace(-2, 2, 9, requires_grad=True)
-    y = HalfSquaredRelu.apply(x)[0]
-    with Recorder():
-        (gradient,) = torch.autograd.grad(y, x, torch.ones(9))
-    assert torch.equal(gradient, x.detach().relu())
-    assert [call for call in calls if call != "aten.ones.default"] == ["aten.mul.Tensor"]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return loss(), sum(sizes.values())
+
+
+@pytest.mark.parametrize("frozen", [None, "x", "weight"])
+def test_the_squared_relu_keeps_one_tensor_and_gives_the_same_gradients(frozen):
+    x = torch.randn(3, 5, 64, requires_grad=frozen != "x")
+    weight = torch.randn(16, 64, requires_grad=frozen != "weight")
+    ours, kept = saved_bytes(lambda: SquaredReluLinear.apply(x, weight)[0])
+    plain, kept_by_plain = saved_bytes(lambda: F.linear(0.5 * x.relu().square(), weight))
+    assert torch.equal(ours, plain)
+    if frozen is None:
+        assert kept == x.nbytes + weight.nbytes < kept_by_plain
+    inputs = [each for each in (x, weight) if each.requires_grad]
+    gradient = torch.randn_like(ours)
+    for got, expected in zip(
+        torch.autograd.grad(ours, inputs, gradient),
+        torch.autograd.grad(plain, inputs, gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_zero_state_and_seeded_state_repeat(model):
