@@ -1,10 +1,12 @@
-"""Ticks of figures: few, round, and inside the axis."""
+"""Ticks of figures are few, round and inside the axis; files look like the figure."""
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from parcae import plotting
 
@@ -55,3 +57,23 @@ def test_pages_have_the_colours_of_figures():
     variables = dict(re.findall(r"--(\w+): (#\w+)", light))
     assert tuple(variables[f"c{n}"] for n in range(len(plotting.PALETTE))) == plotting.PALETTE
     assert variables["red"] == plotting.RED
+
+
+def test_a_png_with_a_palette_looks_like_the_figure(tmp_path) -> None:
+    with plotting.figure() as (canvas, axes):
+        for i in range(8):
+            axes.plot(np.linspace(0, 1, 50), np.sin(np.arange(50) + i), label=f"line {i}")
+        axes.legend()
+        canvas.savefig(tmp_path / "all-colours.png")
+        plotting.save(canvas, tmp_path / "palette.png")
+    with (
+        Image.open(tmp_path / "all-colours.png") as exact,
+        Image.open(tmp_path / "palette.png") as small,
+    ):
+        assert small.mode == "P"
+        assert small.size == exact.size
+        assert small.info["dpi"] == pytest.approx(exact.info["dpi"])
+        pixels = [np.asarray(each.convert("RGB"), dtype=float) for each in (exact, small)]
+    assert np.abs(pixels[0] - pixels[1]).mean() < 1
+    sizes = [(tmp_path / name).stat().st_size for name in ("palette.png", "all-colours.png")]
+    assert sizes[0] < 0.6 * sizes[1]
