@@ -65,12 +65,12 @@ class ChooseMu(Experiment):
             Claim(
                 f"With mu_bwd = 4, mu_rec = {FIXED_MEAN} is no better than 8",
                 positive(gains),
-                f"{describe(gains)} nats higher, over both samplers",
+                f"{describe(gains, 4)} nats higher, over both samplers",
             ),
             Claim(
                 f"More loops with gradient help at mu_rec = {FIXED_MEAN}",
                 positive(more),
-                f"mu_bwd {few} to {many}: {describe(more)} nats, over both samplers",
+                f"mu_bwd {few} to {many}: {describe(more, 4)} nats, over both samplers",
             ),
             Claim(
                 "At mu_rec = mu_bwd = 4 the corrected sampler has the lower loss",
@@ -102,7 +102,7 @@ class ChooseMu(Experiment):
                         losses = [loss_at(row, row["mu"]) for row in found]
                         panel.plot([place] * len(losses), losses, ".", color=colour, alpha=0.5)
                         means.append(sum(losses) / len(losses))
-                    panel.plot(places, means, marker="o", label=sampler, color=colour)
+                    panel.plot(places, means, marker="o", label=f"{sampler} sampler", color=colour)
             left.set(title=f"μ_bwd = {FIXED_BACKWARD}", xlabel="μ_rec", ylabel="loss at T = μ_rec")
             right.set(title=f"μ_rec = {FIXED_MEAN}", xlabel="μ_bwd")
             left.legend(fontsize=8.5)

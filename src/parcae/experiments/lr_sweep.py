@@ -13,8 +13,8 @@ from parcae.experiments.experiment import Experiment, Results, Run, Table, forma
 from parcae.experiments.scales import Scale
 from parcae.experiments.verdicts import Claim, always
 
-ADAMW = (4e-3, 8e-3, 1.6e-2)
-MUON = (4e-3, 8e-3, 1.6e-2)
+ADAMW = (4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+MUON = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
 SHORT = {"micro": {"steps": 400}, "toy": {"steps": 3}}
 CLOSE = 0.02
 """Nats above the best of the grid that the rates of all other experiments may be."""
@@ -65,10 +65,17 @@ class LrSweep(Experiment):
             image = panel.imshow(grid, cmap="viridis", origin="lower")
             for (y, x), value in np.ndenumerate(grid):
                 if np.isfinite(value):
-                    panel.text(x, y, f"{value:.3f}", ha="center", va="center", color="white")
+                    red, green, blue, _ = image.to_rgba(value)
+                    light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
+                    colour = "black" if light else "white"
+                    panel.text(x, y, f"{value:.3f}", ha="center", va="center", color=colour)
             panel.set_xticks(range(len(MUON)), labels=[f"{rate:g}" for rate in MUON])
             panel.set_yticks(range(len(ADAMW)), labels=[f"{rate:g}" for rate in ADAMW])
-            panel.set(title="Held-out loss", xlabel="Muon", ylabel="AdamW")
+            panel.set(
+                title="Held-out loss",
+                xlabel="learning rate of Muon",
+                ylabel="learning rate of AdamW",
+            )
             panel.grid(visible=False)
             canvas.colorbar(image, ax=panel)
             return plotting.save(canvas, path)
