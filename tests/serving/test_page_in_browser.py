@@ -420,6 +420,21 @@ def test_fits_a_phone_and_is_readable_in_the_dark(open_page, width, dark):
     assert colours["tints"] == sorted(colours["tints"], reverse=not dark), "an order by lightness"
 
 
+@pytest.mark.parametrize("residuals", [[1], [1.5, 1], [0], [2, 0.3, 1e-12]])
+def test_the_chart_of_residuals_has_a_range_for_any_residuals(open_page, residuals):
+    page = open_page()
+    top = [{"id": 1, "text": "a", "probability": 0.5}]
+    loops = [{"residual": residual, "top": top} for residual in residuals]
+    token = {"id": 1, "text": "a", "loops": len(loops), "trace": {"loops": loops}}
+    page.evaluate(f"drawTrace({json.dumps(token)}, null)")
+    heights = page.evaluate(
+        "[...document.querySelectorAll('#charts circle')].map(point => +point.getAttribute('cy'))"
+    )
+    assert len(heights) == 2 * len(residuals)
+    assert all(0 < height < 122 for height in heights)
+    assert "NaN" not in page.evaluate("$('charts').innerHTML")
+
+
 def test_every_control_has_a_name(open_page):
     page = open_page()
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]

@@ -57,17 +57,18 @@ function drawTrace(token, threshold) {
   const highest = Math.max(...chances.flatMap(series => series.values));
   const ceiling = CEILINGS.find(value => value >= highest) ?? 1;
   const exitLoop = used < rows.length ? used : null;
-  const residuals = rows.map(row => Math.max(row.residual, 1e-9)), lowest = Math.min(...residuals, threshold ?? 1);
+  const residuals = rows.map(row => Math.max(row.residual, 1e-9));
+  const lowest = Math.min(-1, Math.floor(Math.log10(Math.min(...residuals, threshold ?? 1))));  // power of ten
   $("charts").replaceChildren(
     chart("Probability after each loop", chances, {low: 0, high: ceiling, ticks: [0, ceiling / 2, ceiling], format: percent, height: 122, exitLoop}),
     chart("Change of the state by each loop (residual)", [{values: residuals, label: ""}],
-      {log: true, low: 10 ** Math.floor(Math.log10(lowest)), high: 1, ticks: powers(lowest), format: percent, height: 92, threshold, exitLoop}));
+      {log: true, low: 10 ** lowest, high: Math.max(1, ...residuals), ticks: powers(lowest), format: percent, height: 92, threshold, exitLoop}));
   $("predictions").replaceChildren(table(rows, token, used));
 }
 
 const powers = lowest => {
-  const least = Math.floor(Math.log10(lowest)), step = Math.ceil(-least / 3) || 1, ticks = [];
-  for (let power = 0; power >= least; power -= step) ticks.push(10 ** power);
+  const step = Math.ceil(-lowest / 3), ticks = [];
+  for (let power = 0; power >= lowest; power -= step) ticks.push(10 ** power);
   return ticks;
 };
 
