@@ -79,7 +79,7 @@ def save(canvas: Any, path: str | Path) -> Path:
 
             with Image.open(temporary) as picture:
                 small = picture.convert("RGB").quantize(256)
-            small.save(temporary, format="png", optimize=True, dpi=(canvas.dpi, canvas.dpi))
+            small.save(temporary, format="png", dpi=(canvas.dpi, canvas.dpi))
     return path
 
 

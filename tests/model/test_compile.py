@@ -48,11 +48,12 @@ FALLING = [*range(2, 17), 17]
 
 
 def test_compiled_layers_give_the_same_numbers():
-    config = tiny(prelude_layers=1, core_layers=1, coda_layers=1)
+    """Without prelude and coda: the compiler writes code for the same blocks for a minute less."""
+    config = tiny(prelude_layers=0, core_layers=1, coda_layers=0)
     eager, compiled = randomised(config), randomised(config)
     compiled.compile_layers()
     assert_same(run(compiled, FALLING), run(eager, FALLING))
-    assert compilations() <= 5  # prelude, coda, core without and with gradient, core for one row
+    assert compilations() <= 3  # core without and with gradient, core for one row
 
 
 def test_loop_compiles_once_for_every_batch_size():

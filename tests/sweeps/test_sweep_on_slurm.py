@@ -49,6 +49,12 @@ def control(*words):
     return subprocess.run(["scontrol", *words], capture_output=True, text=True)
 
 
+def is_running_again(job):
+    """Slurm lets a requeued job wait two minutes, from when its processes have ended."""
+    control("update", f"JobId={job}", "StartTime=now")
+    return "JobState=RUNNING" in control("show", "job", job).stdout
+
+
 def wait_for(what, folder, seconds=600):
     end = time.monotonic() + seconds
     while not what():
@@ -84,11 +90,7 @@ def test_queued_killed_requeued_and_collected(tmp_path, capsys):
     assert main(["sweep", str(out)]) == 0
     assert "queued" in capsys.readouterr().out
     assert json.loads((out / "jobs.json").read_text()) == jobs  # nothing was sent twice
-    # Slurm lets a requeued job wait two minutes.
-    wait_for(
-        lambda: control("update", f"JobId={jobs[name]}", "StartTime=now").returncode == 0,
-        out,
-    )
+    wait_for(lambda: is_running_again(jobs[name]), out)
     wait_for(lambda: all(read_status(out / "runs" / name) == "finished" for name in jobs), out)
 
     assert main(["sweep", str(out)]) == 0

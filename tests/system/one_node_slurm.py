@@ -50,6 +50,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
         "TaskPlugin": "task/none",
         "ReturnToService": 2,
         "SelectType": "select/cons_tres",
+        "SchedulerParameters": "sched_interval=2,bf_interval=2",  # seconds; by default a minute
         "MailProg": "/bin/true",
     }
     lines = [f"{key}={value}" for key, value in settings.items()]

@@ -212,7 +212,7 @@ def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
     """Freed memory is handed back here (see MALLOC_MMAP_THRESHOLD_ in mallopt(3)), so that the
     process holds its tensors and not the allocator's leftovers, too."""
     script = Path(__file__).with_name("peak_memory.py")
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     arguments = [preset, str(rows), str(int(checkpointed))]
     result = subprocess.run(
         [sys.executable, script, *arguments], capture_output=True, text=True, env=environment
