@@ -1,7 +1,7 @@
-"""What makes commands of the documentation cheap: less text, and no new processes.
+"""What makes commands of the documentation cheap: less text, rough fits, and no new processes.
 
-That the library is found, and that a sweep starts and supervises processes, is tested elsewhere
-(data/test_sources.py, sweeps/test_sweep_runs.py).
+That the library is found, that a sweep starts and supervises processes, and that fits are accurate
+is tested elsewhere (data/test_sources.py, sweeps/test_sweep_runs.py, laws/).
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from parcae.cli import main
 from parcae.data import sources
 from parcae.data.readers import SourceFile
+from parcae.experiments import tasks
+from parcae.laws import optimise
+from parcae.laws.lbfgs import Schedule
 from parcae.runs import read_status
 from parcae.sweeps import launch
 from parcae.sweeps.worker import RunRequest
@@ -30,6 +34,18 @@ def read_part_of_builtin(patch: pytest.MonkeyPatch) -> None:
         return library()[:BUILTIN_FILES]
 
     patch.setattr(sources, "_standard_library", part)
+
+
+def fit_roughly() -> None:
+    """Let fits stop after three rounds of their optimiser, until this process ends."""
+    for schedule in vars(optimise).values():
+        if isinstance(schedule, Schedule):
+            object.__setattr__(schedule, "rounds", 3)
+
+
+def ask_few_questions(patch: pytest.MonkeyPatch) -> None:
+    """Let the accuracy on a task be that of a few rows."""
+    patch.setattr(tasks, "accuracies", partial(tasks.accuracies, rows=16))
 
 
 @dataclass

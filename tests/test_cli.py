@@ -159,6 +159,7 @@ def test_a_closed_pipe_is_no_error():
 @pytest.mark.slow
 def test_demo(tmp_path, capsys, monkeypatch):
     shortcuts.read_part_of_builtin(monkeypatch)
+    shortcuts.ask_few_questions(monkeypatch)
     small = ["--budget.steps", "6", "--run.sample_tokens", "4", "--run.validation_rows", "4"]
     assert main(["demo", "--out", str(tmp_path), *small]) == 0
     printed = capsys.readouterr().out

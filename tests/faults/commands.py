@@ -179,11 +179,10 @@ def _compute_little() -> None:
     from matplotlib.figure import Figure
     from PIL import Image
 
-    from parcae.laws import optimise
-    from parcae.laws.lbfgs import Schedule
     from parcae.sweeps import run
     from parcae.sweeps.estimate import Estimate
     from parcae.training import trainer
+    from shortcuts import fit_roughly
 
     def save(self: Figure, out: Any, format: str, **_options: Any) -> None:
         if format == "png":
@@ -196,9 +195,7 @@ def _compute_little() -> None:
     Figure.savefig = save  # type: ignore[assignment]
     trainer.peak_flops = lambda *_: 1e12
     run.estimate = lambda *_: Estimate({}, "not estimated")
-    for schedule in vars(optimise).values():
-        if isinstance(schedule, Schedule):
-            object.__setattr__(schedule, "rounds", 3)
+    fit_roughly()
 
 
 def _break_gradients(at: int) -> None:
