@@ -206,7 +206,7 @@ def test_checkpoint_on_disk(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "rows", "checkpointed"),
-    [("parcae-10m", 6, False), ("parcae-3m", 16, True), ("rdm-3m", 8, False)],
+    [("parcae-10m", 3, False), ("parcae-3m", 16, True), ("rdm-3m", 4, False)],
 )
 def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
     """Freed memory is handed back here (see MALLOC_MMAP_THRESHOLD_ in mallopt(3)), so that the
