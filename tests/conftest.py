@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,16 @@ def one_thread_for_tiny_models(request):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def saved_bytes(loss: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """The result, and the bytes that autograd keeps for its backward."""
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        return loss(), sum(sizes.values())

@@ -85,6 +85,21 @@ def test_runs_are_shared_and_a_setting_reruns_only_what_it_changes(trained, tmp_
     assert len(set(trained)) == 5
 
 
+def test_results_of_other_settings_stay_in_the_file_and_out_of_the_page(trained, tmp_path):
+    results = tmp_path / "results"
+    first = reproduce("loops", tmp_path / "runs", results=results)
+    before = json.loads((results / "loops.json").read_text())["runs"]
+    changed = {"optimiser": {"lr": 1e-3}}
+    second = reproduce("loops", tmp_path / "runs", results=results, overrides=changed)
+    after = json.loads((results / "loops.json").read_text())["runs"]
+    assert [row for row in after if row in before] == before
+    assert len(after) == 2 * len(before)
+    assert len(second.results["loops"].rows) == len(before)
+    again = reproduce("loops", tmp_path / "none", results=results, redraw=True)
+    assert again.results["loops"].rows == first.results["loops"].rows
+    assert len(trained) == 4
+
+
 def test_redrawing_needs_only_the_results(trained, tmp_path):
     first = reproduce("loops", tmp_path / "runs", results=tmp_path / "results")
     page = tmp_path / "docs" / "page.md"

@@ -9,6 +9,7 @@ import pytest
 
 from conftest import KINDS, randomised
 from oracles import GreedyEngine as Engine
+from parcae.infer.cache import CacheTooLarge
 from parcae.infer.native import choice
 from parcae.infer.native.choice import Choices
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
@@ -118,3 +119,21 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
     assert engine.network.name.startswith("C++" if native else "PyTorch")
     Engine(model, backend="native").generate([3, 5], max_new_tokens=4)
     assert len(measured) == 2, "forced: not measured"
+
+
+def test_without_memory_for_a_measurement_cpp_is_taken(tmp_path, monkeypatch):
+    try:
+        Kernels()
+    except KernelsUnavailable as problem:
+        pytest.skip(f"the C++ layers cannot be built here: {problem}")
+    monkeypatch.delenv("PARCAE_NATIVE")
+    monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+    model = randomised(KINDS["parcae"])
+    expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
+    engine = Engine(model)
+
+    def too_large(_):
+        raise CacheTooLarge("128 rows")
+
+    monkeypatch.setattr(engine.network, "_passes", too_large)
+    assert engine.generate([3, 5], max_new_tokens=4).tokens == expected

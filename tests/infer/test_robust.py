@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -45,6 +48,25 @@ def test_more_threads_than_at_first():
             assert [m.tokens for m in made] == texts(model)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_fewer_threads_than_asked_for():
+    """OpenMP may be limited by its environment; threads of a pass must not wait for others."""
+    code = """
+import torch
+from parcae.infer.native.kernels import Kernels
+from parcae.infer.quantise import FloatMatrix
+torch.set_num_threads(4)
+print(Kernels().gemm(FloatMatrix(torch.ones(99, 64)), torch.ones(3, 64)).sum().item())
+"""
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    if "KernelsUnavailable" in result.stderr:
+        pytest.skip("no C++ kernels here")
+    assert result.stdout.strip() == str(3.0 * 99 * 64), result.stderr
 
 
 def test_a_default_type_is_not_for_the_layers():

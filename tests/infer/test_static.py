@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from scipy import stats
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from conftest import KINDS, NoHostSync, randomised, tiny
 from oracles import VOCABULARY, flips, model_of, true_logits
@@ -44,6 +45,18 @@ def test_greedy_text_is_that_of_the_model(kind):
         expected = plain(model, prompt, temperature=0, **option)
         assert flips(model, prompt, made.tokens, expected, option["loops"]) == 0
         assert made.loops == (option["loops"],) * len(expected)
+
+
+def test_shapes_beyond_the_limit_of_compilations_run_without(monkeypatch):
+    def too_many(*_):
+        raise FailOnRecompileLimitHit("64 versions")
+
+    model = model_of("parcae")
+    engine = Engine(model, backend="static")
+    assert engine.static is not None
+    monkeypatch.setattr(engine.static, "_step", too_many)
+    made = engine.generate([3, 5], max_new_tokens=4, loops=2)
+    assert list(made.tokens) == plain(model, [3, 5], max_new_tokens=4, loops=2, temperature=0)
 
 
 @pytest.mark.parametrize("policy", ["last:2", "first:2", "shared"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import parcae
-from conftest import KINDS, randomised, tiny
+from conftest import KINDS, randomised, saved_bytes, tiny
 from parcae.config import LoopConfig
 from parcae.model.base import loss_chunk
-from parcae.model.blocks import SquaredReluLinear
+from parcae.model.blocks import MLP, SquaredReluLinear
 from parcae.model.initial_state import draw_state_rows
 from parcae.rng import keyed_generator
 
@@ -123,23 +122,11 @@ def test_a_large_vocabulary_makes_the_chunks_of_the_loss_shorter(vocabulary, pos
     assert loss_chunk(vocabulary) == positions
 
 
-def saved_bytes(loss: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
-    sizes = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        return loss(), sum(sizes.values())
-
-
 @pytest.mark.parametrize("frozen", [None, "x", "weight"])
 def test_the_squared_relu_keeps_one_tensor_and_gives_the_same_gradients(frozen):
     x = torch.randn(3, 5, 64, requires_grad=frozen != "x")
     weight = torch.randn(16, 64, requires_grad=frozen != "weight")
-    ours, kept = saved_bytes(lambda: SquaredReluLinear.apply(x, weight)[0])
+    ours, kept = saved_bytes(lambda: SquaredReluLinear.apply(x, weight))
     plain, kept_by_plain = saved_bytes(lambda: F.linear(0.5 * x.relu().square(), weight))
     assert torch.equal(ours, plain)
     if frozen is None:
@@ -152,6 +139,24 @@ def test_the_squared_relu_keeps_one_tensor_and_gives_the_same_gradients(frozen):
         strict=True,
     ):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_squared_relu_has_second_derivatives():
+    x = torch.randn(2, 3, 4, dtype=torch.double, requires_grad=True)
+    weight = torch.randn(5, 4, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradgradcheck(SquaredReluLinear.apply, (x, weight))
+
+
+def test_a_changed_or_observed_projection_of_an_mlp_is_called():
+    """Adapters replace it, hooks observe it; both must have an effect."""
+    mlp = MLP(tiny(), tiny().core_block)
+    x = torch.randn(2, 3, 48)
+    expected, seen = mlp(x), []
+    with mlp.proj.register_forward_hook(lambda module, inputs, output: seen.append(output)):
+        torch.testing.assert_close(mlp(x), expected)
+    torch.testing.assert_close(seen, [expected])
+    mlp.proj = nn.Sequential(mlp.proj, nn.Tanh())
+    torch.testing.assert_close(mlp(x), expected.tanh())
 
 
 def test_zero_state_and_seeded_state_repeat(model):

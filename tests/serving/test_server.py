@@ -160,6 +160,22 @@ class Stopping:
             yield from lines
 
 
+def test_a_server_whose_engine_thread_has_died_stops(monkeypatch):
+    """It could only answer 503; ended, it is started again by its supervisor."""
+    stopping = Stopping(monkeypatch)
+
+    def broken(*_):
+        raise OSError
+
+    stopping.scheduler.metrics.count_step = broken
+    body = {"prompt": "a", "max_tokens": 5}
+    answer = httpx.post(f"{stopping.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code >= 500
+    stopping.thread.join(60)
+    assert not stopping.thread.is_alive()
+    assert stopping.server.engine_failed
+
+
 def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, caplog):
     stopping = Stopping(monkeypatch, drain_seconds=0.5)
     *_, last = stopping.write()

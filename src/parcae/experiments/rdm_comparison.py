@@ -58,12 +58,14 @@ class RdmComparison(Experiment):
 
     def claims(self, results: Results) -> list[Claim]:
         claims = []
-        parcae = results.loss(LOOPS, model="Parcae")
-        for rival in list(MODELS)[1:]:
-            losses = results.loss(LOOPS, model=rival)
+        sizes = results.values("size") or [None]
+        for size, rival in itertools.product(sizes, list(MODELS)[1:]):
+            parcae = results.loss(LOOPS, size=size, model="Parcae")
+            losses = results.loss(LOOPS, size=size, model=rival)
+            of_size = f" at {size}" if len(sizes) > 1 else ""
             claims.append(
                 Claim(
-                    f"Parcae has a lower loss than the {rival.replace(', ', ' with ')}",
+                    f"Parcae has a lower loss than the {rival.replace(', ', ' with ')}{of_size}",
                     lower(parcae, losses),
                     f"{describe(differences(losses, parcae))} nats lower at T = {LOOPS}",
                 )
@@ -82,7 +84,12 @@ class RdmComparison(Experiment):
         return ("size", "model", "parameters", *at, "WikiText", "zero-shot, %"), rows
 
     def draw(self, results: Results, path: Path) -> Path:
-        curves = {model: {"model": model} for model in MODELS if results.where(model=model)}
+        sizes = results.values("size")
+        curves = {
+            f"{model}, {size}" if len(sizes) > 1 else model: {"model": model, "size": size}
+            for size, model in itertools.product(sizes, MODELS)
+            if results.where(model=model, size=size)
+        }
         with plotting.figure(1, 2, width=4.8) as (canvas, (left, right)):
             draw_loss_by_loops(left, results, curves, TEST_LOOPS, mean=LOOPS)
             left.set_title("Held-out loss against loops")

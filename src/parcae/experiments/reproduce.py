@@ -197,12 +197,18 @@ class _Work:
         return self.file(name).exists()
 
     def read(self, name: str) -> Results:
-        path, planned = self.file(name), len({run.key for run in self.plan.get(name, ())})
+        """The results of the planned runs; of all that are in the file if none are planned."""
+        everything, keys = self._read_all(name), {run.key for run in self.plan.get(name, ())}
+        rows = [row for row in everything.rows if not keys or row["key"] in keys]
+        return Results(rows, len(keys) or everything.planned)
+
+    def _read_all(self, name: str) -> Results:
+        path = self.file(name)
         if not path.exists():
-            return Results([], planned)
+            return Results([], 0)
         tree = read_json(path)
         with interpreting(path, "Was it edited?"):
-            results = Results(tree["runs"], planned or tree["planned"])
+            results = Results(tree["runs"], tree["planned"])
             results.check()
         return results
 
@@ -225,7 +231,7 @@ class _Work:
             self._measure(name)
 
     def _measure(self, name: str) -> None:
-        known = {row["key"]: row for row in self.read(name).rows}
+        known = {row["key"]: row for row in self._read_all(name).rows}
         rows: list[Row] = []
         if not self.plan[name] and self.store.texts is not None:
             folder = self.store.path / "data" / name
@@ -242,7 +248,10 @@ class _Work:
                 row = {"key": run.key, **run.labels, "core_minutes": minutes, **measured}
             if row is not None:
                 rows.append({**row, **run.labels})
-        planned = len({run.key for run in self.plan[name]}) or len(rows)
+        keys = {run.key for run in self.plan[name]}
+        planned = len(keys) or len(rows)
+        if keys:  # runs of other seeds or settings stay in the file
+            rows += [row for key, row in known.items() if key not in keys]
         if rows:
             write_text(self.file(name), _format(name, planned, rows))
 

@@ -59,6 +59,9 @@ MICRO_TASK: Tree = {
     "run": {"validation_loops": [1, 2, 4, 8, 16], "telemetry_every": 0},
 }
 
+PAPER: Tree = {"run": {"validation_loops": list(TEST_LOOPS)}}
+"""What the experiments add to the recipes of the paper's models."""
+
 TOY: Tree = {
     "model": {"vocab_size": 300, "context_length": 16},
     "data": {"sources": ["builtin"], "global_batch": 4, "micro_batch": 4},
@@ -102,14 +105,15 @@ class Scale:
         """Tables for a language model of the Transformer setup, with `changes` over them."""
         size = size or self.sizes[0]
         if self.name == "paper":
-            return self._changed(read_toml(find_recipe(f"{family}-{size}")), changes)
+            tree = merge(read_toml(find_recipe(f"{family}-{size}")), PAPER)
+            return self._changed(tree, changes)
         return self._changed(merge(self._micro(), _model(family, WIDTHS[size])), changes)
 
     def rdm(self, family: str = "parcae-rdm", size: str | None = None, **changes: Any) -> Tree:
         """Tables for a model of the RDM setup: parcae-rdm, rdm or rdm-prenorm."""
         size = size or self.rdm_sizes[0]
         if self.name == "paper":
-            tree = read_toml(find_recipe(f"rdm-{size}"))
+            tree = merge(read_toml(find_recipe(f"rdm-{size}")), PAPER)
             return self._changed(merge(tree, {"model": {"preset": f"{family}-{size}"}}), changes)
         model = _model(family, WIDTHS[size], mlp_width=7 * WIDTHS[size] // 2)
         return self._changed(merge(merge(self._micro(), MICRO_RDM), model), changes)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from parcae.config import require
 from parcae.infer.batch import AttentionBatch, Batch, LayerCaches, PassOutput, Span
-from parcae.infer.cache import Cache
+from parcae.infer.cache import Cache, CacheTooLarge
 from parcae.infer.exit import ExitMonitor, ExitRule
 from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
 from parcae.infer.native.choice import Passes
@@ -293,11 +293,14 @@ class AutoNetwork:
         return self.native if is_native else self.torch
 
     def _prefers_native(self, tokens: int) -> bool:
-        return self._choices is None or self._choices.prefers_native(tokens, self._passes)
+        try:
+            return self._choices is None or self._choices.prefers_native(tokens, self._passes)
+        except CacheTooLarge:  # for the measurement; the pass itself may need less
+            return True
 
     def _passes(self, tokens: int) -> Passes:
         """Passes with one loop in C++ and in PyTorch, for time measurements."""
-        position = min(64, self.model.config.context_length - 1)
+        position = min(15, self.model.config.context_length - 1)
         cache = self.model.cache()
         cache.reserve(tokens, position + 1, 1)
         for part in (cache.outer, cache.core):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from parcae.infer.cache import Cache
 from parcae.infer.network import TorchNetwork
@@ -31,7 +32,8 @@ STEPS_PER_CHECK = 8
 POSITIONS = 128
 """Positions are rounded up to a multiple of this."""
 RECOMPILE_LIMIT = 64
-"""Compiled versions of a step: for numbers of rows, positions and loops, and kinds of sampling."""
+"""Compiled versions of a step: for numbers of rows, positions and loops, and kinds of sampling.
+Further combinations run without compilation."""
 
 
 class DeviceRows(NamedTuple):
@@ -195,9 +197,11 @@ class StaticDecoder:
         for _ in range(steps):
             if self._compiled:
                 torch.compiler.cudagraph_mark_step_begin()
-            chosen, positions, fine = self._step(
-                self.network, self.cache, rows, sampling, seen, loops, length
-            )
+            arguments = (self.network, self.cache, rows, sampling, seen, loops, length)
+            try:
+                chosen, positions, fine = self._step(*arguments)
+            except FailOnRecompileLimitHit:  # a new shape after many others
+                chosen, positions, fine = decode_step(*arguments)
             # Copies: a CUDA graph overwrites its results.
             rows = rows._replace(tokens=chosen.clone(), positions=positions.clone())
             tokens.append(rows.tokens)

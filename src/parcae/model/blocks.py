@@ -99,30 +99,32 @@ class Attention(nn.Module):
 
 
 class SquaredReluLinear(torch.autograd.Function):
-    """Linear layer on 0.5 relu(x)^2. Only relu(x) is kept for the backward, which squares it again:
-    of all that a block keeps, the squares would be a sixth."""
+    """Linear layer on 0.5 relu(x)^2. Only x is kept for the backward, which squares it again: the
+    square would be a sixth of all that a block keeps. Under autocast x is in bfloat16, and the
+    weight is cast where it is used, so that no copy of it is kept either."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        rectified = x.relu()
-        return F.linear(rectified.square().mul_(0.5), weight), rectified
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.relu().square().mul_(0.5), weight.to(x.dtype))
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        ctx.set_materialize_grads(False)  # else the backward gets zeros for `rectified`
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(output[1], inputs[1])
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        rectified, weight = ctx.saved_tensors
+    def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        rectified = x.relu()
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = (gradient @ weight).mul_(rectified)
+            of_x = (gradient @ weight.to(x.dtype)).mul_(rectified)
         if ctx.needs_input_grad[1]:
             # Not as in the forward: the compiler would recognise the product, and keep that one.
             squared = (0.5 * rectified).mul_(rectified)
-            of_weight = gradient.flatten(0, -2).T @ squared.flatten(0, -2)
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            of_weight = (rows.T @ squared.reshape(-1, squared.shape[-1])).to(weight.dtype)
         return of_x, of_weight
 
 
@@ -141,8 +143,16 @@ class MLP(nn.Module):
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             return self.proj(F.silu(gate) * up)
-        weight = self.proj.weight.to(hidden.dtype)  # under autocast, `hidden` is in bfloat16
-        return SquaredReluLinear.apply(hidden, weight)[0]  # pyright: ignore[reportOptionalSubscript]
+        if not _is_plain_linear(self.proj):
+            return self.proj(0.5 * hidden.relu().square())
+        return SquaredReluLinear.apply(hidden, self.proj.weight)  # pyright: ignore[reportReturnType]
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether nothing is lost if only its weight is used: no adapter, no quantisation, no hook."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)
+    hooks += (module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(hooks)
 
 
 class Block(nn.Module):

@@ -101,6 +101,11 @@ def create_app(
     return app
 
 
+def has_failed(app: FastAPI) -> bool:
+    """Whether the thread of a model has ended by an error."""
+    return any(model.scheduler.state == "failed" for model in app.state.models.values())
+
+
 def drain(app: FastAPI) -> None:
     """Refuse what has not begun."""
     for model in app.state.models.values():

@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from parcae.config import ConfigError, require
 from parcae.machine import allow_open_files
 from parcae.runs import Checkpoint
-from parcae.serving.app import close, create_app, drain, end
+from parcae.serving.app import close, create_app, drain, end, has_failed
 from parcae.serving.protocol import ApiError, busy
 from parcae.serving.settings import ServerSettings
 
@@ -36,6 +36,10 @@ HEAD_SECONDS = 30.0
 """For the head of a request to arrive, after the connection or the answer before it."""
 SEND_SECONDS = 5
 """For clients to read the last answers of a server that stops."""
+
+
+class EngineFailed(ConfigError):
+    """A model can no longer be served by this process."""
 
 
 def serve(
@@ -52,9 +56,10 @@ def serve(
     """Serve models with OpenAI's API and a web page until SIGTERM or SIGINT.
 
     The first signal refuses new requests and finishes those that have begun, for at most
-    `settings.drain_seconds`; the second ends at once. `host` may be other than loopback only with
-    an API key. `on_start` is called with the server's URL when it listens; port 0 takes a free
-    one. The other arguments are those of `create_app`.
+    `settings.drain_seconds`; the second ends at once. If the thread of a model ends by an error the
+    server stops too, with `EngineFailed`: a supervisor can then start it again. `host` may be other
+    than loopback only with an API key. `on_start` is called with the server's URL when it listens;
+    port 0 takes a free one. The other arguments are those of `create_app`.
     """
     require(
         bool(api_keys) or is_loopback(host),
@@ -93,10 +98,15 @@ def serve(
     # What uvicorn reports is the fault of a client, or a stack trace.
     level = logging.WARNING if os.environ.get("PARCAE_DEBUG") else logging.CRITICAL
     logging.getLogger("uvicorn").setLevel(level)
+    server = Server(config, app, on_start)
     try:
-        Server(config, app, on_start).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         close(app)
+    if server.engine_failed:
+        raise EngineFailed(
+            "serve: the thread of a model ended by an error. Start the server again."
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -167,6 +177,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._app, self._on_start = app, on_start
+        self.engine_failed = False
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -176,6 +187,11 @@ class Server(uvicorn.Server):
             host = self.config.host
             port = self.servers[0].sockets[0].getsockname()[1]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    async def on_tick(self, counter: int) -> bool:
+        if has_failed(self._app):
+            self.engine_failed = self.should_exit = True
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Shut down at the first signal, end at the second."""

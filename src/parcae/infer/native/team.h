@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <thread>
 #include <vector>
 #ifdef _OPENMP
@@ -72,15 +73,20 @@ struct Team {
 // the compiler has no OpenMP, new threads, which take some ten microseconds to start.
 template <typename Function>
 void run_threads(int64_t threads, Function function) {
-    Barrier barrier(threads);
     if (threads <= 1) {
-        function(Team{0, 1, &barrier});
+        function(Team{0, 1, nullptr});
         return;
     }
 #ifdef _OPENMP
+    std::optional<Barrier> barrier;
 #pragma omp parallel num_threads(static_cast<int>(threads))
-    function(Team{omp_get_thread_num(), omp_get_num_threads(), &barrier});
+    {
+#pragma omp single
+        barrier.emplace(omp_get_num_threads());  // OpenMP may give fewer threads than asked for
+        function(Team{omp_get_thread_num(), omp_get_num_threads(), &*barrier});
+    }
 #else
+    Barrier barrier(threads);
     const int size = static_cast<int>(threads);
     std::vector<std::thread> others;
     for (int rank = 1; rank < size; rank++)
