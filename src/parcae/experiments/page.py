@@ -20,12 +20,14 @@ and a few beyond it, with the rule that decides each and the results so far at s
 
 - **Scale.** {scale} Each section gives the processor time of its runs.
 - **Verdicts** follow by rule from the numbers and their spread over seeds
-  (`experiments/verdicts.py`); the rules were fixed before the runs. *Shown*: the whole 95 %
-  interval of the effect agrees with the claim. *Shown weakly*: every seed agrees, but the interval
-  includes zero. *Contradicted*: the whole interval disagrees. *Not shown at this scale*: otherwise.
+  (`experiments/verdicts.py`); the rules were fixed before the runs, with the exceptions named
+  below. *Shown*: the whole 95 % interval of the effect agrees with the claim. *Shown weakly*: every
+  seed agrees, but the interval includes zero. *Contradicted*: the whole interval disagrees. *Not
+  shown at this scale*: otherwise. Claims about a number of cases are *shown* if all agree, *shown
+  weakly* from three quarters on, and *contradicted* up to one quarter.
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
-  batches at the same depths.
+  batches, and at the same depths where these are sampled in the same way.
 - **Data.** {data} `--data.sources '["FILE"]'` trains on other text.
 
 The page is written by `parcae reproduce`.

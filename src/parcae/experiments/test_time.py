@@ -64,12 +64,12 @@ class TestTime(Experiment):
             Claim(
                 "The exponential form fits best",
                 positive(inside),
-                f"{describe(map(exponent, inside), 1)} times smaller error than the next best form",
+                f"{_ratios(inside)} times smaller error than the best other form",
             ),
             Claim(
                 "The exponential form extrapolates best from T <= mu",
                 positive(beyond),
-                f"{describe(map(exponent, beyond), 1)} times smaller error",
+                f"{_ratios(beyond)} times smaller error than the best other form",
             ),
             Claim(
                 f"At T = mu at most {100 * GAIN_LEFT:g} % of the gain from looping is left",
@@ -149,8 +149,9 @@ def lead(errors: Sequence[float]) -> float:
     return math.log10(min(errors[1:]) / errors[0]) if len(errors) > 1 and errors[0] > 0 else 0.0
 
 
-def exponent(value: float) -> float:
-    return 10**value
+def _ratios(exponents: Sequence[float]) -> str:
+    """Powers of ten, one for each seed."""
+    return ", ".join(f"{10**exponent:.2g}" for exponent in exponents)
 
 
 def share_left(row: Row) -> float:
