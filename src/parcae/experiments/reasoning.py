@@ -121,7 +121,7 @@ class Reasoning(Experiment):
 
     def draw(self, results: Results, path: Path) -> Path:
         tasks = results.values("task")
-        with plotting.figure(1, len(tasks), width=3.6, height=3.3) as (canvas, axes):
+        with plotting.figure(1, len(tasks), width=4.2, height=3.3) as (canvas, axes):
             for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
                 _draw_task(panel, results, task)
             caption = " ".join(CAPTIONS[model] for model in MODELS if results.where(model=model))
@@ -193,4 +193,4 @@ def _draw_task(panel: Any, results: Results, task: str) -> None:
     plotting.loop_ticks(panel, LOOPS)
     panel.set(title=TITLES[task], xlabel="loops T", ylabel="accuracy", ylim=(0, 1.03))
     name = "operators" if task == "arithmetic" else "hops"
-    panel.legend(title=name, fontsize=8, loc="lower right")
+    panel.legend(title=name, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

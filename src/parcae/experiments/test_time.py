@@ -64,12 +64,12 @@ class TestTime(Experiment):
             Claim(
                 "The exponential form fits best",
                 positive(inside),
-                f"{_ratios(inside)} times smaller error than the best other form",
+                f"error of the best other form over its own: {_ratios(inside)}",
             ),
             Claim(
                 "The exponential form extrapolates best from T <= mu",
                 positive(beyond),
-                f"{_ratios(beyond)} times smaller error than the best other form",
+                f"error of the best other form over its own: {_ratios(beyond)}",
             ),
             Claim(
                 f"At T = mu at most {100 * GAIN_LEFT:g} % of the gain from looping is left",
@@ -151,7 +151,7 @@ def lead(errors: Sequence[float]) -> float:
 
 def _ratios(exponents: Sequence[float]) -> str:
     """Powers of ten, one for each seed."""
-    return ", ".join(f"{10**exponent:.2g}" for exponent in exponents)
+    return ", ".join(f"{10**exponent:.2g}" for exponent in exponents) + " (by seed)"
 
 
 def share_left(row: Row) -> float:
