@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -28,9 +29,10 @@ from parcae.model.store import save
 from parcae.serving import models
 from parcae.serving import server as server_module
 from parcae.serving.app import create_app
-from parcae.serving.server import Connection, Server
+from parcae.serving.metrics import Metrics
+from parcae.serving.server import Connection, EngineFailed, Server, serve
 from parcae.serving.settings import ServerSettings
-from serving_fixtures import make_app
+from serving_fixtures import checkpoint, make_app
 
 ROOT = Path(__file__).parents[2]
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
@@ -162,18 +164,20 @@ class Stopping:
 
 def test_a_server_whose_engine_thread_has_died_stops(monkeypatch):
     """It could only answer 503; ended, it is started again by its supervisor."""
-    stopping = Stopping(monkeypatch)
 
     def broken(*_):
         raise OSError
 
-    stopping.scheduler.metrics.count_step = broken
-    body = {"prompt": "a", "max_tokens": 5}
-    answer = httpx.post(f"{stopping.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code >= 500
-    stopping.thread.join(60)
-    assert not stopping.thread.is_alive()
-    assert stopping.server.engine_failed
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    monkeypatch.setattr(Metrics, "count_step", broken)
+    urls: queue.Queue[str] = queue.Queue()
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(serve, named={"tiny": checkpoint()}, port=0, on_start=urls.put)
+        body = {"prompt": "a", "max_tokens": 5}
+        url = f"{urls.get(timeout=60)}/v1/completions"
+        assert httpx.post(url, json=body, timeout=60).status_code >= 500
+        with pytest.raises(EngineFailed, match="Start the server again"):
+            server.result(60)
 
 
 def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, caplog):

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from parcae.infer.cache import Cache
 from parcae.infer.network import TorchNetwork
@@ -200,7 +199,7 @@ class StaticDecoder:
             arguments = (self.network, self.cache, rows, sampling, seen, loops, length)
             try:
                 chosen, positions, fine = self._step(*arguments)
-            except FailOnRecompileLimitHit:  # a new shape after many others
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # a new shape after many others
                 chosen, positions, fine = decode_step(*arguments)
             # Copies: a CUDA graph overwrites its results.
             rows = rows._replace(tokens=chosen.clone(), positions=positions.clone())
