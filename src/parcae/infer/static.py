@@ -199,8 +199,8 @@ class StaticDecoder:
             arguments = (self.network, self.cache, rows, sampling, seen, loops, length)
             try:
                 chosen, positions, fine = self._step(*arguments)
-            except torch._dynamo.exc.FailOnRecompileLimitHit:  # a new shape after many others
-                chosen, positions, fine = decode_step(*arguments)
+            except torch._dynamo.exc.FailOnRecompileLimitHit:  # pyright: ignore[reportAttributeAccessIssue]
+                chosen, positions, fine = decode_step(*arguments)  # a new shape after many others
             # Copies: a CUDA graph overwrites its results.
             rows = rows._replace(tokens=chosen.clone(), positions=positions.clone())
             tokens.append(rows.tokens)
