@@ -126,6 +126,8 @@ def test_runs_are_unique_and_shared():
     assert keys["prelude-norm"] <= keys["ablation-ladder"]
     assert len(keys["unified"] - keys["isoflop"]) == 4  # the held-out runs
     assert keys["fixed-or-sampled"] <= keys["truncated-sampling"]
+    assert len(keys["tuned-rates"] & keys["transformer-comparison"]) == 4
+    assert len(keys["tuned-rates"] & keys["rdm-comparison"]) == 6
     for name in ("transformer-comparison", "test-time", "discretisation"):
         assert len(keys[name] & keys["ablation-ladder"]) == 2, name  # Parcae itself, two seeds
 
@@ -136,6 +138,7 @@ def test_runs_are_unique_and_shared():
         ("transformer-comparison", {"model": "parcae"}, {"model": "transformer"}),
         ("rdm-comparison", {"model": "Parcae"}, {"model": "RDM, residual norm"}),
         ("discretisation", {"rule": "exact ZOH"}, {"rule": "Euler"}),
+        ("tuned-rates", {"model": "Parcae", "lr": 1.6e-2}, {"model": "Transformer", "lr": 3.2e-2}),
     ],
 )
 def test_the_first_verdict_follows_the_numbers(name, better, worse):
@@ -176,10 +179,12 @@ def test_an_optimum_above_one_loop_that_grows_with_the_budget():
         distance = math.log(row["mu"]) - math.log(2.5 * (row["budget"] / 1e11) ** 0.4)
         row["losses"] = {str(row["mu"]): 3 + 0.05 * distance**2 + 1e-4 * row["seed"]}
     claims = CATALOGUE["isoflop"].claims(results)
-    assert [claim.verdict for claim in claims] == ["shown", "shown"]
+    assert [claim.verdict for claim in claims] == ["shown", "shown", "shown", "shown"]
     assert claims[1].evidence.count("exponent 0.40") == len(SHAPES["micro"])
+    assert claims[3].evidence == "w32: 3 to 4, 3 to 4, by seed"
     claims = CATALOGUE["isoflop"].claims(results_of("isoflop", mu=1, by=0.5))
-    assert claims[0].verdict == "contradicted"
+    assert [claims[i].verdict for i in (0, 2)] == ["contradicted", "contradicted"]
+    assert claims[3].evidence == "w32: 1 to 1, 1 to 1, by seed"
 
 
 def test_the_interval_of_a_crossing_contains_it_as_often_as_it_says():

@@ -50,6 +50,12 @@ BUDGETS = {
 }
 """Training FLOPs, by scale or, for the paper, by model."""
 MEANS = {"micro": (1, 2, 3, 4, 8), "toy": (1, 2), "paper": (1, 2, 4, 6, 8, 10, 12)}
+LARGER: Mapping[str, Mapping[str, Mapping[float, Sequence[int]]]] = {
+    "micro": {"w32": {2.4e12: (1, 2, 3, 4, 8), 9.6e12: (1, 2, 4)}},
+    "toy": {"w32": {4e9: (1, 2)}},
+}
+"""By scale, shape and budget: mean loops of runs beyond the common budgets. They were added, with
+their two claims, when the leads up to 6e11 FLOPs had been extrapolated to zero near 1e13."""
 EXTRAPOLATED_DECADES = 4
 """How far beyond the largest budget the figure follows the leads."""
 
@@ -68,7 +74,9 @@ class IsoFlop(Experiment):
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, shape in itertools.product(scale.seeds, SHAPES[scale.name]):
             budgets = BUDGETS[shape if scale.name == "paper" else scale.name]
-            for budget, mean in itertools.product(budgets, MEANS[scale.name]):
+            grid = dict.fromkeys(budgets, MEANS[scale.name])
+            grid |= LARGER.get(scale.name, {}).get(shape, {})
+            for budget, mean in ((flops, mean) for flops in grid for mean in grid[flops]):
                 labels = {"shape": shape, "budget": budget, "mu": mean, "seed": seed}
                 yield Run(scale.recipe(shaped(scale, shape, mean, flops=budget), seed), labels)
 
@@ -76,14 +84,12 @@ class IsoFlop(Experiment):
         leads: list[Verdict] = []
         growth: list[Verdict] = []
         lead_texts, growth_texts = [], []
-        for shape in results.values("shape"):
-            top = max(results.values("budget", shape=shape))
-            values = [
-                lead(results, shape, top, seed) for seed in results.values("seed", shape=shape)
-            ]
-            values = [value for value in values if not math.isnan(value)]
+        tops = {s: max(results.values("budget", shape=s)) for s in results.values("shape")}
+        common, top = min(tops.values(), default=0.0), max(tops.values(), default=0.0)
+        for shape in tops:
+            values = leads_of(results, shape, common)
             leads.append(positive(values))
-            text = f"{shape}: {describe(values)} nats at {format_flops(top)} FLOPs"
+            text = f"{shape}: {describe(values)} nats"
             if values and max(values) < 0:
                 crossing = find_crossing(leads_by_budget(results, shape))
                 text += f", {describe_crossing(crossing)}"
@@ -97,11 +103,12 @@ class IsoFlop(Experiment):
             missing = "no optimum within the runs at two budgets"
             text = f"exponent {describe(exponents, 2)}" if exponents else missing
             growth_texts.append(f"{shape}: {text}")
-        return [
+        claims = [
             Claim(
-                "At the largest budget the best looped run has a lower loss than fixed depth",
+                "At the largest budget of all shapes the best looped run has a lower loss than "
+                "fixed depth",
                 together(leads),
-                "; ".join(lead_texts),
+                f"lead at {format_flops(common)} FLOPs: {'; '.join(lead_texts)}",
             ),
             Claim(
                 "The optimal number of loops grows with the budget",
@@ -109,6 +116,9 @@ class IsoFlop(Experiment):
                 "; ".join(growth_texts),
             ),
         ]
+        if top > common:
+            claims += _claims_at(results, [s for s in tops if tops[s] == top], top)
+        return claims
 
     def table(self, results: Results) -> Table:
         means = results.values("mu")
@@ -132,6 +142,36 @@ class IsoFlop(Experiment):
             _draw_frontier(frontier, results)
             _draw_leads(leads, results)
             return plotting.save(canvas, path)
+
+
+def _claims_at(results: Results, shapes: Sequence[str], top: float) -> list[Claim]:
+    """What is claimed of the shapes that were trained with the most FLOPs."""
+    leads = {shape: leads_of(results, shape, top) for shape in shapes}
+    first = {shape: min(results.values("budget", shape=shape)) for shape in shapes}
+    best = {
+        shape: [
+            (best_means(results, shape, first[shape])[seed], mean)
+            for seed, mean in best_means(results, shape, top).items()
+            if seed in best_means(results, shape, first[shape])
+        ]
+        for shape in shapes
+    }
+    at = format_flops(top)
+    return [
+        Claim(
+            f"With enough FLOPs, {at}, the best looped run has a lower loss than fixed depth",
+            together(positive(values) for values in leads.values()),
+            "; ".join(f"{shape}: {describe(values)} nats" for shape, values in leads.items()),
+        ),
+        Claim(
+            f"From the smallest budget to {at} FLOPs the best number of loops grows",
+            together(positive(b - a for a, b in pairs) for pairs in best.values()),
+            "; ".join(
+                f"{shape}: " + ", ".join(f"{a} to {b}" for a, b in pairs) + ", by seed"
+                for shape, pairs in best.items()
+            ),
+        ),
+    ]
 
 
 def _draw_shape(panel: Any, results: Results, shape: str) -> None:
@@ -216,6 +256,21 @@ def lead(results: Results, shape: str, budget: float, seed: int) -> float:
     losses = mean_losses(results, shape, budget, seed)
     looped = [loss for mean, loss in losses.items() if mean > 1]
     return losses[1] - min(looped) if looped and 1 in losses else math.nan
+
+
+def leads_of(results: Results, shape: str, budget: float) -> list[float]:
+    """The leads of all seeds that have one."""
+    values = [lead(results, shape, budget, seed) for seed in results.values("seed", shape=shape)]
+    return [value for value in values if not math.isnan(value)]
+
+
+def best_means(results: Results, shape: str, budget: float) -> dict[int, int]:
+    """By seed: the mean loops with the lowest loss, 1 for fixed depth."""
+    found = {
+        seed: mean_losses(results, shape, budget, seed)
+        for seed in results.values("seed", shape=shape)
+    }
+    return {seed: min(losses, key=losses.__getitem__) for seed, losses in found.items() if losses}
 
 
 def parabolas(results: Results, shape: str, seed: int | None = None) -> list[Parabola]:

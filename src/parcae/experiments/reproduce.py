@@ -29,6 +29,7 @@ from parcae.experiments.test_time import TestTime
 from parcae.experiments.tokenizer import Tokenizers
 from parcae.experiments.transformer_comparison import TransformerComparison
 from parcae.experiments.truncated_sampling import TruncatedSampling
+from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
 from parcae.files import FileError, interpreting, read_json, reading, write_text
 from parcae.recipe import build
@@ -52,6 +53,7 @@ CATALOGUE: dict[str, Experiment] = {
         IsoFlop(),
         Unified(),
         HarderReasoning(),
+        TunedRates(),
         LrSweep(),
         ChooseMu(),
         Tokenizers(),
