@@ -17,6 +17,7 @@ MEANS = (4, 8, 16)
 BACKWARD = (2, 4, 8)
 """The paper varies mu_rec to 32 at mu_bwd = 4, and mu_bwd from 4 to 12 at mu_rec = 20."""
 SHORT = {"micro": {"steps": 500}, "toy": {"steps": 3}}
+PAIR = "seed-sampler pair"
 
 
 class ChooseMu(Experiment):
@@ -65,12 +66,12 @@ class ChooseMu(Experiment):
             Claim(
                 f"With mu_bwd = 4, mu_rec = {FIXED_MEAN} is no better than 8",
                 positive(gains),
-                f"{describe(gains, 4)} nats higher, over both samplers",
+                f"{describe(gains, 4, PAIR)} nats higher",
             ),
             Claim(
                 f"More loops with gradient help at mu_rec = {FIXED_MEAN}",
                 positive(more),
-                f"mu_bwd {few} to {many}: {describe(more, 4)} nats, over both samplers",
+                f"mu_bwd {few} to {many}: {describe(more, 4, PAIR)} nats",
             ),
             Claim(
                 "At mu_rec = mu_bwd = 4 the corrected sampler has the lower loss",

@@ -74,9 +74,10 @@ class IsoFlop(Experiment):
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, shape in itertools.product(scale.seeds, SHAPES[scale.name]):
             budgets = BUDGETS[shape if scale.name == "paper" else scale.name]
-            grid = dict.fromkeys(budgets, MEANS[scale.name])
-            grid |= LARGER.get(scale.name, {}).get(shape, {})
-            for budget, mean in ((flops, mean) for flops in grid for mean in grid[flops]):
+            larger = LARGER.get(scale.name, {}).get(shape, {})
+            grid = [*itertools.product(budgets, MEANS[scale.name])]
+            grid += [(flops, mean) for flops, means in larger.items() for mean in means]
+            for budget, mean in grid:
                 labels = {"shape": shape, "budget": budget, "mu": mean, "seed": seed}
                 yield Run(scale.recipe(shaped(scale, shape, mean, flops=budget), seed), labels)
 

@@ -40,6 +40,7 @@ SCALES = {
     "paper": "The models, tokens and FLOPs of the paper.",
     "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
 }
+BUDGET = {"micro": " of the 20 that were planned"}
 DATA = {
     "micro": """Text experiments train on textbooks and encyclopedia articles that are not part of
   the repository. `--texts FOLDER` names their folder;""",
@@ -63,7 +64,7 @@ def write_page(
     introduction = INTRODUCTION.format(
         runs=_count(catalogue, found), scale=SCALES[scale], data=DATA[scale]
     )
-    parts = [introduction, _summary(catalogue, claims, found), *([notes] if notes else [])]
+    parts = [introduction, _summary(catalogue, claims, found, scale), *([notes] if notes else [])]
     figures = page.with_suffix("")
     for name, experiment in catalogue.items():
         results = found.get(name)
@@ -112,6 +113,7 @@ def _summary(
     catalogue: Mapping[str, Experiment],
     claims: Mapping[str, Sequence[Claim]],
     found: Mapping[str, Results],
+    scale: str,
 ) -> str:
     rows = []
     for name, experiment in catalogue.items():
@@ -127,7 +129,7 @@ def _summary(
     lines = [("experiment", "claim", "verdict", "runs"), ("---",) * 4, *rows]
     return (
         "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        + f"\nProcessor time so far: {minutes / 60:.1f} core-hours.\n"
+        + f"\nProcessor time so far: {minutes / 60:.1f} core-hours{BUDGET.get(scale, '')}.\n"
     )
 
 

@@ -17,7 +17,7 @@ from parcae import plotting
 from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
-from parcae.experiments.tasks import TASKS, accuracies
+from parcae.experiments.tasks import TASKS, PointerChasing, accuracies
 from parcae.experiments.verdicts import Claim, describe, differences, positive, together
 from parcae.runs import load, read_result
 
@@ -38,6 +38,7 @@ MODELS = {
 """By name: the preset's family, and how many layers it changes."""
 FIRST, HARDER = "pointers", ("pointers-large", "arithmetic", "pointers-unseen")
 
+START = "Ticks on the left: the start itself as the answer."
 CAPTIONS = {
     "looped": "Dots: the looped model, one line per seed.",
     "shallow": "Dotted: a Transformer of the same layers.",
@@ -124,7 +125,8 @@ class Reasoning(Experiment):
         with plotting.figure(1, len(tasks), width=4.2, height=3.3) as (canvas, axes):
             for panel, task in zip([axes] if len(tasks) == 1 else axes, tasks, strict=True):
                 _draw_task(panel, results, task)
-            caption = " ".join(CAPTIONS[model] for model in MODELS if results.where(model=model))
+            parts = [CAPTIONS[model] for model in MODELS if results.where(model=model)]
+            caption = " ".join([*parts, START])
             canvas.supxlabel(textwrap.fill(caption, 55 * len(tasks)), fontsize=8.5)
             return plotting.save(canvas, path)
 
@@ -177,7 +179,8 @@ def accuracy(
 
 
 def _draw_task(panel: Any, results: Results, task: str) -> None:
-    levels = list(TASKS[task].levels)
+    problem = TASKS[task]
+    levels = list(problem.levels)
     shown = levels if len(levels) <= 4 else [levels[0], *levels[1::2]]
     for colour, level in zip(plotting.shades(len(shown)), shown, strict=True):
         for row in results.where(task=task, model="looped"):
@@ -185,6 +188,9 @@ def _draw_task(panel: Any, results: Results, task: str) -> None:
             first = row is results.where(task=task, model="looped")[0]
             label = f"{level}" if first else None
             panel.plot(LOOPS, shares, color=colour, marker="o", alpha=0.8, label=label)
+        if isinstance(problem, PointerChasing):
+            start = share_at_start(problem.nodes, level)
+            panel.plot(0.72, start, "_", color=colour, markersize=9, markeredgewidth=2)
         for model, style in (("shallow", ":"), ("deep", "--")):
             values = accuracy(results, task, model, levels=(level,)).values()
             if values:

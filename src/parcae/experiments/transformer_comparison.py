@@ -29,6 +29,7 @@ FAMILIES = ("transformer", "parcae")
 NAMES = {"transformer": "Transformer", "parcae": "Parcae"}
 SCORES = {"wikitext": "WikiText", "core": "CORE", "core-extended": "CORE-Extended"}
 """Columns of the table, by their names in a row."""
+PAIR = "seed-size pair"
 LONGER = {"micro": 4, "toy": 2}
 """How many times the data the smallest size is trained on once more: looping needs enough."""
 
@@ -79,7 +80,7 @@ class TransformerComparison(Experiment):
         sizes = results.values("size", model="transformer", data=1)
         shares = gap_shares(sizes, lambda model, size: _losses(results, model, size, 1))
         core = gap_shares(sizes, lambda model, size: _core_errors(results, model, size))
-        in_core = f", in CORE {describe(core, 2)}" if core else ""
+        in_core = f", in CORE {describe(core, 2, PAIR)}" if core else ""
         longest = max(results.values("data"), default=1)
         claims = [
             Claim(
@@ -90,7 +91,7 @@ class TransformerComparison(Experiment):
             Claim(
                 "Parcae covers a part of the gap to the next larger Transformer",
                 positive(shares),
-                f"share of the gap in loss: {describe(shares, 2)}{in_core}",
+                f"share of the gap in loss: {describe(shares, 2, PAIR)}{in_core}",
             ),
         ]
         if longest > 1 or not results.rows:
@@ -112,6 +113,11 @@ class TransformerComparison(Experiment):
         return claims
 
     def table(self, results: Results) -> Table:
+        measured = {
+            name: title
+            for name, title in SCORES.items()
+            if any(row.get(name) is not None for row in results.rows)
+        }
         rows = []
         for data, size, model in _groups(results):
             found = results.where(size=size, model=model, data=data)
@@ -119,10 +125,10 @@ class TransformerComparison(Experiment):
             at = [format_losses(loss) for loss in losses]
             cells = at if model == "parcae" else [at[0], "", "", ""]
             counts = (f"{found[0]['parameters']:,}", f"{found[0]['tokens']:,}")
-            scores = [format_scores(found, name) for name in SCORES]
+            scores = [format_scores(found, name) for name in measured]
             rows.append((size, NAMES[model], *counts, *cells, *scores))
         at = ("T = 1", "T = 4", "T = 8", "T = 16")
-        return ("size", "model", "parameters", "tokens", *at, *SCORES.values()), rows
+        return ("size", "model", "parameters", "tokens", *at, *measured.values()), rows
 
     def draw(self, results: Results, path: Path) -> Path:
         groups, colours = {}, []

@@ -105,13 +105,16 @@ def together(verdicts: Iterable[Verdict]) -> Verdict:
     return WEAKLY if parts == {SHOWN, WEAKLY} else NOT_SHOWN
 
 
-def describe(values: Iterable[float], digits: int = 3) -> str:
-    """`0.041 ± 0.012 (3 seeds)`: the mean and half its interval; both values of two seeds."""
+def describe(values: Iterable[float], digits: int = 3, of: str = "seed") -> str:
+    """`0.041 ± 0.012 (3 seeds)`: the mean and half its interval; both values of two seeds.
+
+    `of`: what each value is of, where it is not a seed.
+    """
     numbers = list(values)
     if not numbers:
         return "–"
     mean, half = interval(numbers)
-    seeds = f"{len(numbers)} seed" + ("s" if len(numbers) > 1 else "")
+    seeds = f"{len(numbers)} {of}" + ("s" if len(numbers) > 1 else "")
     if len(numbers) == 2 and math.isfinite(half):  # Student's interval of two values says nothing
         return f"{', '.join(f'{value:.{digits}f}' for value in numbers)} ({seeds})"
     spread = f" ± {half:.{digits}f}" if math.isfinite(half) else ""
