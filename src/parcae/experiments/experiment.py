@@ -50,9 +50,18 @@ FORMAT = 2
 when the default of a setting changes."""
 NOT_LEARNED = {
     "data": {"prefetch", "verify"},
-    "run": {"device", "parallel", "checkpoint_every", "keep_last", "keep_best", "trackers"},
+    "run": {
+        "device",
+        "parallel",
+        "compile",
+        "checkpoint_every",
+        "keep_last",
+        "keep_best",
+        "trackers",
+    },
 }
-"""Settings that change neither what is learned nor what is measured: not part of the key."""
+"""Settings that change neither what is learned, up to rounding, nor what is measured: not part of
+the key."""
 ARTICLES = 6
 """Of WikiText-2's test set: 10 % of its words."""
 FEW_SHOT_CONTEXT = 512
