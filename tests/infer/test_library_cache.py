@@ -85,4 +85,30 @@ def test_a_slow_compiler_is_no_reason_to_give_up_openmp(cache, monkeypatch):
     problem = kernels._load()
     assert isinstance(problem, kernels.CompilationTimeout)
     assert "took longer than 120 seconds" in str(problem)
-    assert [command[1] for command in calls] == ["--version", "-fopenmp"]
+    assert [command[1:3] for command in calls] == [["--version"], ["-march=native", "-fopenmp"]]
+
+
+@pytest.mark.parametrize(
+    ("refused", "used"),
+    [
+        ("-fopenmp", ["-march=native", "-pthread"]),
+        ("-march=native", ["-mcpu=native", "-fopenmp"]),  # as clang 14 does on ARM
+        ("*native", ["-O3", "-fopenmp"]),
+    ],
+)
+def test_options_that_a_compiler_refuses_are_left_out(cache, tmp_path, monkeypatch, refused, used):
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(
+        f"""#!/bin/sh
+for option in "$@"; do
+  case "$option" in {refused}) echo "unsupported: $option" >&2; exit 1;; esac
+done
+echo "$1 $2" >> {log}
+case "$1" in -mcpu=*) shift;; esac  # which means something else on x86-64
+exec {kernels._compiler()} "$@"
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert kernels._load().answer() == 42
+    assert log.read_text().splitlines()[-1].split() == used

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shlex
@@ -33,10 +34,15 @@ from parcae.machine import cache_folder, is_private
 
 SOURCE = Path(__file__).with_name("pass.cpp")
 FLAGS = (
-    *("-O3", "-march=native", "-fno-math-errno", "-ffp-contract=off"),
+    *("-O3", "-fno-math-errno", "-ffp-contract=off"),
     *("-std=c++20", "-shared", "-fPIC", "-pthread"),
 )
 """PARCAE_CXXFLAGS adds to them: -march=x86-64-v3, -fsanitize=address, -fno-openmp."""
+THIS_CPU = ("-march=native", "-mcpu=native", "-O3")
+"""The first of these that the compiler accepts: clang for ARM before version 15 wants the second;
+without either the kernels are those of every CPU of the architecture."""
+THREADS = ("-fopenmp", "-pthread")
+"""Likewise; without OpenMP the library uses the threads of the standard library."""
 COMPILE_TIMEOUT = 120
 """Seconds."""
 MIN_PARALLEL_PRODUCTS = 1 << 18
@@ -296,12 +302,16 @@ def _digest(text: str) -> str:
 
 def _compile(compiler: str, target: Path) -> None:
     arguments = [*flags(), str(SOURCE), "-o", str(target)]
-    try:
-        _run([compiler, "-fopenmp", *arguments])
-    except CompilationTimeout:  # says nothing about OpenMP: the machine is busy
-        raise
-    except KernelsUnavailable:  # then the library uses the threads of the standard library
-        _run([compiler, *arguments])
+    failures: list[KernelsUnavailable] = []
+    for options in itertools.product(THIS_CPU, THREADS):
+        try:
+            _run([compiler, *options, *arguments])
+            return
+        except CompilationTimeout:  # says nothing about the options: the machine is busy
+            raise
+        except KernelsUnavailable as failure:
+            failures.append(failure)
+    raise failures[-1]  # the others may be about the options
 
 
 def flags() -> list[str]:
