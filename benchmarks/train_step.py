@@ -211,6 +211,7 @@ def time_steps(
 
 
 def print_steps(result: dict[str, Any], shape: Shape) -> None:
+    """The table of `time_steps`."""
     print(
         f"{PRESET}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
         f"{DRAWS} draws of depths"
