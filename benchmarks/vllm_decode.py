@@ -116,15 +116,17 @@ VLLM: dict[str, tuple[Callable[[Path, Any], None], dict[str, Any]]] = {
 def open_vllm(
     home: Path, folder: Path, options: dict[str, Any], context: int, threads: int
 ) -> Iterator[Turn]:
-    """Turns of a process of vLLM's environment; variables of this process's come first."""
-    defaults = {
+    """Turns of a process of vLLM's environment, with its engine in the same process: in another,
+    sequences would arrive one by one."""
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     if (openmp := home / "lib" / "libiomp5.so").exists():
-        defaults["LD_PRELOAD"] = str(openmp)  # as vLLM recommends
+        environment["LD_PRELOAD"] = str(openmp)  # as vLLM recommends
     command = [home / "bin" / "python", ROOT / "scripts/vllm/decode.py", folder]
     numbers = map(str, (context, max(ROWS), STEPS))
     process = subprocess.Popen(
@@ -132,7 +134,7 @@ def open_vllm(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**defaults, **os.environ, "OMP_NUM_THREADS": str(threads)},
+        env={**os.environ, **environment},
     )
 
     def turn(rows: int) -> list[float]:
