@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,7 +142,13 @@ def serve(name: str, shape: Shape, clock: Clock, pipe: Connection) -> None:
     clock.set_threads()
     if keep:
         keep_freed_memory()
-    step = getattr(Step(shape, compiled=compiled), method)
+    take_turns(getattr(Step(shape, compiled=compiled), method), shape, clock, pipe)
+
+
+def take_turns(
+    step: Callable[[Depths], None], shape: Shape, clock: Clock, pipe: Connection
+) -> None:
+    """Answer each number of a draw with the seconds of a step, until None comes."""
     found = draws(shape)
     while (draw := pipe.recv()) is not None:
         start = clock.now()
@@ -149,8 +156,11 @@ def serve(name: str, shape: Shape, clock: Clock, pipe: Connection) -> None:
         pipe.send(clock.now() - start)
 
 
+Serve = Callable[[str, Shape, Clock, Connection], None]
+
+
 class Candidate:
-    def __init__(self, name: str, shape: Shape, clock: Clock) -> None:
+    def __init__(self, name: str, shape: Shape, clock: Clock, serve: Serve) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         arguments = (name, shape, clock, theirs)
@@ -168,8 +178,11 @@ class Candidate:
         self.process.join()
 
 
-def time_steps(names: list[str], shape: Shape, clock: Clock, repetitions: int) -> dict[str, Any]:
-    candidates = {name: Candidate(name, shape, clock) for name in names}
+def time_steps(
+    names: list[str], shape: Shape, clock: Clock, repetitions: int, serve: Serve = serve
+) -> dict[str, Any]:
+    """Times of each candidate; speedups are those over the first."""
+    candidates = {name: Candidate(name, shape, clock, serve) for name in names}
     clock.set_threads()
     gemm = GemmRate(clock.now)
     totals = {name: {"minimum": 0.0, "median": 0.0} for name in names}
@@ -193,8 +206,23 @@ def time_steps(names: list[str], shape: Shape, clock: Clock, repetitions: int) -
         total["tokens_per_second"] = tokens / total["minimum"]
         total["share_of_gemm_rate"] = work / total["minimum"] / gemm.best
         for kind in ("minimum", "median"):
-            total[f"speedup_by_{kind}"] = totals["plain"][kind] / total[kind]
+            total[f"speedup_by_{kind}"] = totals[names[0]][kind] / total[kind]
     return {"gemm_gflops": gemm.best / 1e9, "candidates": totals}
+
+
+def print_steps(result: dict[str, Any], shape: Shape) -> None:
+    """The table of `time_steps`."""
+    print(
+        f"{PRESET}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
+        f"{DRAWS} draws of depths"
+    )
+    print(f"best matrix products: {result['gemm_gflops']:.0f} GFLOP/s")
+    print(f"{'':38}{'tokens/s':>9}{'by minima':>11}{'by medians':>12}{'of GEMM':>9}")
+    for name, one in result["candidates"].items():
+        print(
+            f"{name:38}{one['tokens_per_second']:9.0f}{one['speedup_by_minimum']:10.2f}x"
+            f"{one['speedup_by_median']:11.2f}x{one['share_of_gemm_rate']:9.0%}"
+        )
 
 
 def print_grid(
@@ -282,17 +310,7 @@ def main() -> None:
     names = [name for name in CANDIDATES if not (arguments.no_compile and "compiled" in name)]
     shape = Shape()
     result = time_steps(names, shape, clock, arguments.repetitions)
-    print(
-        f"{PRESET}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
-        f"{DRAWS} draws of depths"
-    )
-    print(f"best matrix products: {result['gemm_gflops']:.0f} GFLOP/s")
-    print(f"{'':38}{'tokens/s':>9}{'by minima':>11}{'by medians':>12}{'of GEMM':>9}")
-    for name, one in result["candidates"].items():
-        print(
-            f"{name:38}{one['tokens_per_second']:9.0f}{one['speedup_by_minimum']:10.2f}x"
-            f"{one['speedup_by_median']:11.2f}x{one['share_of_gemm_rate']:9.0%}"
-        )
+    print_steps(result, shape)
     names = ["plain", "ours, eager", *([] if arguments.no_compile else ["ours, compiled"])]
     memory = {name: peak_memory(name) for name in names}
     print(f"peak memory at a vocabulary of {MEMORY_VOCABULARY:,}:")
