@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-import shortcuts
 from parcae import cli
 from parcae.cli import main
 from parcae.presets import PRESETS
@@ -154,31 +153,6 @@ def test_a_closed_pipe_is_no_error():
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert result.returncode == 0
     assert not result.stderr
-
-
-@pytest.mark.slow
-def test_demo(tmp_path, capsys, monkeypatch):
-    shortcuts.read_part_of_builtin(monkeypatch)
-    shortcuts.ask_few_questions(monkeypatch)
-    small = ["--budget.steps", "6", "--run.sample_tokens", "4", "--run.validation_rows", "4"]
-    assert main(["demo", "--out", str(tmp_path), *small]) == 0
-    printed = capsys.readouterr().out
-    assert (tmp_path / "looping.png").stat().st_size > 20_000
-    assert (tmp_path / "report" / "report.html").stat().st_size > 100_000
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
-    assert json.loads((tmp_path / "pointers" / "result.json").read_text())["steps"] == 6
-    for part in (
-        "Following pointers",
-        "3 hops",
-        "1 loop ",
-        "8 loops",
-        "Look at",
-        "validation loss",
-    ):
-        assert part in printed
-    assert main(["demo", "--out", str(tmp_path)]) == 0
-    assert "is a finished run" in capsys.readouterr().out
 
 
 def all_parsers(parser=None):

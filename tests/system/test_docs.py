@@ -117,8 +117,9 @@ def run_step(step: str | list[str] | Stopped, folder: Path, log: Path) -> None:
 def test_blocks_and_commands_run(page, tmp_path):
     for folder in ("recipes", "examples"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    context, log = runs.clean_processes(), tmp_path / "log"
-    for step in steps(page):
+    context, log, demos = runs.clean_processes(), tmp_path / "log", []
+    again = [["demo"]] if page.name == "README.md" else []
+    for step in [*steps(page), *again]:
         if isinstance(step, File):
             (tmp_path / step.name).write_text(step.text)
             continue
@@ -129,6 +130,22 @@ def test_blocks_and_commands_run(page, tmp_path):
         assert process.exitcode == (-signal.SIGKILL if killed else 0), f"{step}\n{log.read_text()}"
         if isinstance(step, Stopped):
             assert "Finished" not in log.read_text()
+        if isinstance(step, list) and step[0] == "demo":
+            demos.append(log.read_text())
+    if again:
+        check_demo(tmp_path / "out" / "demo", *demos)
+
+
+def check_demo(folder: Path, printed: str, printed_again: str) -> None:
+    """What `make demo` printed at first and when it was run again, and left in its folder."""
+    assert (folder / "looping.png").stat().st_size > 20_000
+    assert (folder / "report" / "report.html").stat().st_size > 100_000
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
+    assert json.loads((folder / "pointers" / "result.json").read_text())["steps"] == 6
+    parts = ("Following pointers", "3 hops", "1 loop ", "8 loops", "Look at", "validation loss")
+    assert all(part in printed for part in parts), printed
+    assert "is a finished run" in printed_again
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
