@@ -24,10 +24,10 @@ from parcae.config import LoopConfig, ModelConfig
 from parcae.infer.native import kernels as native
 
 NEW_TOKENS = 4
-GAP = {"float32": 1e-3, "int8": float("inf")}
+GAP = {"float32": 1e-3, "int8": 0.1}
 """Difference of log-probabilities below which either token may be chosen. With int8 weights an
-input may be rounded to the integer above or below, which deep passes amplify; that is rare, so such
-cases are counted."""
+input may be rounded to the integer above or below, 1/127 of the largest input apart, and later
+layers carry that on. It is rare: 2 of 1,000 configurations, with differences of up to 0.02."""
 
 
 def random_config(draw: random.Random) -> ModelConfig:
