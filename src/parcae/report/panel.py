@@ -229,7 +229,7 @@ def finish(canvas: Any, drawn: Panel, name: str, caption: str, axis: Axis) -> Fi
             element = plotting.inline_svg(canvas, f"{name} {variant}")
             label = f'<svg role="img" aria-label="{escape(alt)}" '
             svg[variant] = element.replace("<svg ", label, 1)
-            canvas.set_layout_engine("none")  # as it is laid out now
+            canvas.set_layout_engine(None)  # as it is laid out now; "none" would draw twice
             png = png or _png(canvas)
     return Figure(name, title, caption, alt, svg, png)
 
