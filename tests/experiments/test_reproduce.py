@@ -120,8 +120,20 @@ def test_runs_that_are_measured_are_not_trained_on_another_machine(trained, tmp_
     results = tmp_path / "results"
     reproduce("loops", tmp_path / "here", results=results)
     reproduce(["loops", "more-loops"], tmp_path / "there", results=results)
-    assert len(trained) == 4  # four loops are measured for one experiment but not for the other
+    assert len(trained) == 3  # four loops are measured for the other experiment
+    rows = [json.loads((results / f"{name}.json").read_text())["runs"] for name in module.CATALOGUE]
+    assert rows[0][1] == rows[1][0]
     reproduce("all", tmp_path / "elsewhere", results=results)
+    assert len(trained) == 3
+
+
+def test_other_measurements_need_the_run_itself(trained, tmp_path, monkeypatch):
+    def measure(self, run, store):
+        return {**training_record(store.folder(run)), "more": 1}
+
+    monkeypatch.setattr(MoreLoops, "measure", measure)
+    reproduce("loops", tmp_path / "here", results=tmp_path / "results")
+    reproduce("more-loops", tmp_path / "there", results=tmp_path / "results")
     assert len(trained) == 4
 
 

@@ -189,6 +189,10 @@ class Experiment(ABC):
         """Draw the figure of the results, which may be incomplete, to a file."""
 
 
+RECORDED = ("status", "parameters", "tokens", "flops", "losses", "spikes", "training", "telemetry")
+"""What `training_record` measures."""
+
+
 def training_record(folder: Path) -> Row:
     """Status, held-out losses by number of loops, spikes, and curves over training of a run."""
     result = read_result(folder)

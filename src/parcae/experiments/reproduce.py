@@ -13,7 +13,7 @@ from parcae.config import ConfigError
 from parcae.experiments.ablation_ladder import AblationLadder
 from parcae.experiments.choose_mu import ChooseMu
 from parcae.experiments.discretisation import Discretisation
-from parcae.experiments.experiment import Experiment, Results, Row, Run
+from parcae.experiments.experiment import RECORDED, Experiment, Results, Row, Run
 from parcae.experiments.fixed_or_sampled import FixedOrSampled
 from parcae.experiments.isoflop import IsoFlop
 from parcae.experiments.lr_robustness import LrRobustness
@@ -234,12 +234,13 @@ class _Work:
 
     def _measure(self, name: str) -> None:
         known = {row["key"]: row for row in self._read_all(name).rows}
+        shared = self._measured_by_others(name)
         rows: list[Row] = []
         if not self.plan[name] and self.store.texts is not None:
             folder = self.store.path / "data" / name
             rows = list(known.values()) or CATALOGUE[name].measure_texts(self.store.texts, folder)
         for run in self.plan[name]:
-            row = known.get(run.key)
+            row = known.get(run.key) or shared.get(run.key)
             if row is None and self.store.has_ended(run):
                 try:
                     measured = CATALOGUE[name].measure(run, self.store)
@@ -256,6 +257,20 @@ class _Work:
             rows += [row for key, row in known.items() if key not in keys]
         if rows:
             write_text(self.file(name), _format(name, planned, rows))
+
+    def _measured_by_others(self, name: str) -> dict[str, Row]:
+        """By key: what the files of other experiments say of runs, which may have been trained on
+        another machine, for an experiment that measures no more than any does."""
+        if type(CATALOGUE[name]).measure is not Experiment.measure:
+            return {}
+        needed = ("key", "core_minutes", *RECORDED)
+        return {
+            row["key"]: {field: row[field] for field in needed}
+            for other in CATALOGUE
+            if other != name
+            for row in self._read_all(other).rows
+            if {*needed} <= row.keys()
+        }
 
 
 def _format(name: str, planned: int, rows: Sequence[Row]) -> str:
