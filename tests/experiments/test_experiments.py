@@ -149,6 +149,13 @@ def test_the_first_verdict_follows_the_numbers(name, better, worse):
     assert first(**worse, by=1.2) == "contradicted"
 
 
+def test_best_rates_are_compared_when_all_were_trained():
+    results = results_of("tuned-rates")
+    some = [row for row in results.rows if row["lr"] in (2e-3, 8e-3) or row["seed"] == 0]
+    partial = CATALOGUE["tuned-rates"].claims(Results(some, results.planned))
+    assert {claim.verdict for claim in partial} == {"not run yet"}
+
+
 def test_divergence_at_a_radius_of_one():
     experiment = CATALOGUE["lr-robustness"]
     results = results_of("lr-robustness")

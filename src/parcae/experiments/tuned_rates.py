@@ -7,7 +7,7 @@ for none of them, so each is trained again at larger ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from parcae.experiments.experiment import Experiment, Results, Run, Table, forma
 from parcae.experiments.rdm_comparison import MODELS as RDM_MODELS
 from parcae.experiments.scales import Scale
 from parcae.experiments.transformer_comparison import LONGER
-from parcae.experiments.verdicts import Claim, describe, differences, interval, lower
+from parcae.experiments.verdicts import NOT_RUN, Claim, describe, differences, interval, lower
 
 LOOPS = 8
 PARCAE = "Parcae"
@@ -74,14 +74,13 @@ class TunedRates(Experiment):
             for rival in list(setup.models)[1:]:
                 theirs, their_rate = best_losses(results, name, rival)
                 label = rival.replace(", ", " with ")
+                statement = f"At their best rates Parcae has a lower loss than the {label}"
+                if not has_all_rates(results, name, (PARCAE, rival)):
+                    claims.append(Claim(statement, NOT_RUN, "not at all rates so far"))
+                    continue
                 gains = describe(differences(theirs, ours))
-                claims.append(
-                    Claim(
-                        f"At their best rates Parcae has a lower loss than the {label}",
-                        lower(ours, theirs),
-                        f"{gains} nats lower; rates {rate:g} and {their_rate:g}",
-                    )
-                )
+                evidence = f"{gains} nats lower; rates {rate:g} and {their_rate:g}"
+                claims.append(Claim(statement, lower(ours, theirs), evidence))
         return claims
 
     def table(self, results: Results) -> Table:
@@ -123,6 +122,16 @@ def losses_by_rate(results: Results, setup: str, model: str) -> dict[float, dict
     """Losses by rate, sorted, and seed: at eight loops, of a Transformer at its one."""
     rates = sorted(results.values("lr", setup=setup, model=model))
     return {rate: results.loss(LOOPS, setup=setup, model=model, lr=rate) for rate in rates}
+
+
+def has_all_rates(results: Results, setup: str, models: Sequence[str]) -> bool:
+    """Whether these models have the same seeds at several rates, so that one is their best."""
+    rates = results.values("lr", setup=setup)
+    seeds = {
+        tuple(sorted(results.values("seed", setup=setup, model=model, lr=rate)))
+        for model, rate in itertools.product(models, rates)
+    }
+    return len(rates) > 1 and len(seeds) == 1
 
 
 def best_losses(results: Results, setup: str, model: str) -> tuple[dict[int, float], float]:
