@@ -69,7 +69,7 @@ class IsoFlop(Experiment):
         "mu = 1: mu* = 2, 2, 4, 6, 8, 10 at 1, 2, 4, 8, 16, 64e18 FLOPs. mu* grows as C^0.40, "
         "tokens as C^0.78; the frontier lies below that of fixed depth."
     )
-    core_hours = 2.4
+    core_hours = 5.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, shape in itertools.product(scale.seeds, SHAPES[scale.name]):
@@ -148,15 +148,11 @@ class IsoFlop(Experiment):
 def _claims_at(results: Results, shapes: Sequence[str], top: float) -> list[Claim]:
     """What is claimed of the shapes that were trained with the most FLOPs."""
     leads = {shape: leads_of(results, shape, top) for shape in shapes}
-    first = {shape: min(results.values("budget", shape=shape)) for shape in shapes}
-    best = {
-        shape: [
-            (best_means(results, shape, first[shape])[seed], mean)
-            for seed, mean in best_means(results, shape, top).items()
-            if seed in best_means(results, shape, first[shape])
-        ]
-        for shape in shapes
-    }
+    best: dict[str, list[tuple[int, int]]] = {}
+    for shape in shapes:
+        first = best_means(results, shape, min(results.values("budget", shape=shape)))
+        last = best_means(results, shape, top)
+        best[shape] = [(first[seed], last[seed]) for seed in first if seed in last]
     at = format_flops(top)
     return [
         Claim(

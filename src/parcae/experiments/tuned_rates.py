@@ -7,7 +7,7 @@ for none of them, so each is trained again at larger ones.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,33 +22,43 @@ LOOPS = 8
 PARCAE = "Parcae"
 
 
-class Setup(NamedTuple):
-    """Models that are compared with one another: families of presets by name, and their rates."""
+Tree = dict[str, Any]
 
+
+def _transformer_setup(scale: Scale, family: str, rate: float) -> Tree:
+    """One rate for AdamW and Muon, and at micro scale four times the data."""
+    steps = LONGER.get(scale.name, 1) * scale.text()["budget"].get("steps", 0)
+    budget = {"steps": steps} if steps else {}
+    return scale.text(family, optimiser={"lr": rate, "muon_lr": rate}, budget=budget)
+
+
+def _rdm_setup(scale: Scale, family: str, rate: float) -> Tree:
+    return scale.rdm(family, optimiser={"lr": rate})
+
+
+class Setup(NamedTuple):
+    """Models that are compared with one another."""
+
+    tree: Callable[[Scale, str, float], Tree]
+    """Tables of a run by scale, family of presets and learning rate."""
     models: Mapping[str, str]
+    """Families of presets by name."""
     rates: Mapping[str, tuple[float, ...]]
     """By scale; the first is that of the other experiments."""
-
-    def tree(self, scale: Scale, model: str, rate: float) -> dict[str, Any]:
-        family = self.models[model]
-        if self is SETUPS["RDM setup"]:
-            return scale.rdm(family, optimiser={"lr": rate})
-        steps = LONGER.get(scale.name, 1) * scale.text()["budget"].get("steps", 0)
-        budget = {"steps": steps} if steps else {}
-        return scale.text(family, optimiser={"lr": rate, "muon_lr": rate}, budget=budget)
 
 
 SETUPS = {
     "Transformer setup": Setup(
+        _transformer_setup,
         {PARCAE: "parcae", "Transformer": "transformer"},
         {"micro": (8e-3, 1.6e-2, 3.2e-2), "toy": (8e-3, 1.6e-2), "paper": (8e-3, 4e-3, 1.6e-2)},
     ),
     "RDM setup": Setup(
+        _rdm_setup,
         RDM_MODELS,
         {"micro": (2e-3, 4e-3, 8e-3), "toy": (2e-3, 8e-3), "paper": (4e-4, 2e-4, 6e-4, 8e-4)},
     ),
 }
-"""The Transformer setup has one rate for AdamW and Muon, and four times the data at micro scale."""
 
 
 class TunedRates(Experiment):
@@ -64,7 +74,7 @@ class TunedRates(Experiment):
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (name, setup) in itertools.product(scale.seeds, SETUPS.items()):
             for rate, model in itertools.product(setup.rates[scale.name], setup.models):
-                recipe = scale.recipe(setup.tree(scale, model, rate), seed)
+                recipe = scale.recipe(setup.tree(scale, setup.models[model], rate), seed)
                 yield Run(recipe, {"setup": name, "model": model, "lr": rate, "seed": seed})
 
     def claims(self, results: Results) -> list[Claim]:
