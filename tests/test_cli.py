@@ -119,6 +119,7 @@ WITHOUT_TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_help_and_wrong_usage_need_no_torch():
     """Which takes seconds to import."""
     script = f"""

@@ -152,6 +152,7 @@ def test_a_shard_with_a_hostile_header(model):
         parcae.load(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
@@ -305,6 +306,7 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     assert "\x1b" not in captured.get()
 
 
+@pytest.mark.slow
 def test_names_in_a_summary_are_no_html(tmp_path):
     from parcae.experiments.paper_runs import paper_table
 
@@ -349,6 +351,7 @@ def loading(tmp_path, monkeypatch):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADING)
 def test_no_command_uses_a_changed_checkpoint(name, loading, tmp_path, capsys):
     run = tmp_path / "run"

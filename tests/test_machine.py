@@ -33,6 +33,7 @@ print(faults() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 def test_freed_memory_is_kept():
     def measure(setting: str) -> int:
@@ -108,6 +109,7 @@ print(json.dumps([spinning, limited, milliseconds(), threading.active_count()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux" or machine.cores() < 2, reason="needs Linux, two cores")
 def test_threads_without_a_core_of_their_own_stop_spinning():
     ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

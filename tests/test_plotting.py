@@ -59,6 +59,7 @@ def test_pages_have_the_colours_of_figures():
     assert variables["red"] == plotting.RED
 
 
+@pytest.mark.slow
 def test_a_png_with_a_palette_looks_like_the_figure(tmp_path) -> None:
     with plotting.figure() as (canvas, axes):
         for i in range(8):

@@ -86,6 +86,7 @@ def test_what_is_missing_has_a_fallback(monkeypatch, tmp_path):
     assert opened == [(file, os.O_RDWR)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("elsewhere")
 def test_it_trains_evaluates_and_generates(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trainer, "peak_flops", lambda *_: 1e12)

@@ -369,6 +369,7 @@ def test_one_kind_of_file_is_fetched_and_no_metadata(server: SmallHub, tmp_path:
     assert [f.path for f in fetch(server, tmp_path / "b", "notes").files] == ["notes/few.jsonl"]
 
 
+@pytest.mark.slow
 def test_no_file_leaves_the_folder(server: SmallHub, tmp_path: Path) -> None:
     """Names come from the server, and later from the record in the folder."""
     folder = tmp_path / "data"

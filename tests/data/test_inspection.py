@@ -143,6 +143,7 @@ def test_any_lengths_can_be_drawn(lengths, tmp_path):
     assert path.stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_mistakes_are_named():
     with pytest.raises(ConfigError, match="context"):
         inspect(random_documents(), 0)

@@ -282,6 +282,7 @@ def test_an_error_of_the_store_comes_out_and_no_batch_is_lost(prefetch):
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_a_forgotten_loader_leaves_no_thread():
     loader = Loader([Source(corpus())], config(prefetch=3))
     next(loader)

@@ -71,6 +71,7 @@ def test_forgetting_the_stream_ends_the_thread():
     assert threads() == 0
 
 
+@pytest.mark.slow
 def test_a_program_that_just_ends_does_not_hang():
     program = (
         "from parcae.data.loader import prefetched\n"

@@ -84,6 +84,7 @@ def test_best_fit_is_the_list_scan_on_many_random_blocks():
         assert (packing.cropped_tokens, packing.leftover_tokens) == (cropped, leftover)
 
 
+@pytest.mark.slow
 def test_best_fit_is_the_list_scan_at_full_size():
     rng = np.random.default_rng(0)
     lengths = np.maximum(1, rng.lognormal(5.5, 1.2, 6_000)).astype(np.int64)

@@ -104,6 +104,7 @@ def test_published_scores_are_centred_by_the_default_baselines(shared_data: Path
     assert siqa.centred(0.5) > 0.2
 
 
+@pytest.mark.slow
 def test_draws_prompts_and_spans_are_the_releases(shared_data, expected, tokenizer):
     for want in expected:
         asked = questions(want["task"], shared_data / "data")
@@ -126,6 +127,7 @@ def test_draws_prompts_and_spans_are_the_releases(shared_data, expected, tokeniz
     assert any(want["untruncated_lengths"][0] > 1024 for want in expected)
 
 
+@pytest.mark.slow
 def test_losses_and_answers_are_the_releases(shared_data, expected, model, tokenizer):
     scorer = LoopedScorer(model, tokenizer, [4])
     jobs = [

@@ -158,6 +158,7 @@ def test_results_of_another_model_are_not_mixed(checkpoint, task_folder, tmp_pat
     assert cli.main([*arguments, "--loops", "2", "--overwrite"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["lambada", "wikitext", "core"])
 def test_further_depths_are_added(suite, checkpoint, task_folder, tmp_path, monkeypatch):
     """One more depth computes that depth alone; the folder is that of one evaluation at all."""
@@ -194,6 +195,7 @@ def _rounded(tree):
     return round(tree, 3) if isinstance(tree, float) else tree
 
 
+@pytest.mark.slow
 def test_a_suite_at_further_depths_keeps_the_others(checkpoint, task_folder, tmp_path, capsys):
     arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
     assert cli.main([*arguments, "--suites", "lambada", "--limit", "4", "--loops", "1,2"]) == 0

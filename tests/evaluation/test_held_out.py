@@ -78,6 +78,7 @@ def test_the_loss_is_that_of_the_rows_in_batches_of_eight(run):
         assert found.suites["val"]["by_loops"][str(depth)] == asdict(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["zero", "like-init"])
 def test_an_interrupted_evaluation_resumes(run, tmp_path, state):
     """What is drawn depends on the row, not on the batches before it."""
@@ -153,6 +154,7 @@ def test_only_the_last_texts_of_a_folder_are_compared(run, tmp_path):
     assert row["a"] == pytest.approx(nats)
 
 
+@pytest.mark.slow
 def test_suites_are_added_to_a_folder(run, tmp_path):
     """An earlier suite stays in the result, and its last document in comparisons."""
     text, tasks, out = tmp_path / "text.txt", tmp_path / "tasks", tmp_path / "out"

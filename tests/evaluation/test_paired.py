@@ -274,6 +274,7 @@ def test_the_command_agrees_with_the_results(
     assert "nats per byte" in shown
 
 
+@pytest.mark.slow
 def test_scores_have_the_error_of_their_items(tmp_path):
     """CORE by hand; perplexity against many evaluations of other texts."""
     tasks = {"copa": {"baseline": 50.0}, "piqa": {"baseline": 0.0}, "missing": None}

@@ -25,6 +25,7 @@ def result(small_model, small_tokenizer, task_folder):
     )
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_scores_like_its_folder(result, checkpoint, task_folder, tmp_path):
     suites = ["core", "lambada", "wikitext"]
     saved = parcae.evaluate(checkpoint, suites, task_data=task_folder, out=tmp_path, **OPTIONS)

@@ -56,6 +56,7 @@ def in_new_process(*arguments: object, **variables: str) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, env=variables)
 
 
+@pytest.mark.slow
 def test_its_spectral_radius_is_the_largest_decay(trained):
     injection = trained.model.loop.core.injection
     with torch.no_grad():

@@ -96,6 +96,7 @@ def _bonus(run: Run, bonus: dict[str, Any]) -> float:
     return bonus.get("by", 0.0) if chosen.items() <= dict(run.labels).items() else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_claims_and_tables_of_any_part_of_the_results(name):
     experiment = CATALOGUE[name]
@@ -110,12 +111,14 @@ def test_claims_and_tables_of_any_part_of_the_results(name):
     assert "not run yet" not in {claim.verdict for claim in claims}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_figures(name, tmp_path):
     path = CATALOGUE[name].draw(results_of(name), tmp_path / f"{name}.png")
     assert path.stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_runs_are_unique_and_shared():
     runs = {name: list(experiment.runs(MICRO)) for name, experiment in CATALOGUE.items()}
     for planned in runs.values():
@@ -170,6 +173,7 @@ def test_divergence_at_a_radius_of_one():
     assert experiment.claims(results)[2].verdict == "not shown at this scale"
 
 
+@pytest.mark.slow
 def test_the_form_of_curves_is_recognised():
     results, agree = results_of("test-time"), {"shown", "shown weakly"}
     exponential = [claim.verdict for claim in CATALOGUE["test-time"].claims(results)]
@@ -254,6 +258,7 @@ def test_a_task_that_the_training_text_gives_away_is_left_out(monkeypatch):
         assert measurements.core_record(run, store, 8) == {"core": None, "core-extended": None}
 
 
+@pytest.mark.slow
 def test_the_scale_of_the_paper_plans_its_models():
     scale = Scale("paper")
     presets = {run.recipe.model.width for run in CATALOGUE["rdm-comparison"].runs(scale)}

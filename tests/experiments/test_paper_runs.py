@@ -19,6 +19,7 @@ def predicted(size, effective_params):
     return float(TRAINING.predict(paper.COEFFICIENTS[f"parcae-{size}"], at)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "loss", "error"), [("140m", 2.976, 0.0095), ("370m", 2.680, 0.0026)]
 )

@@ -70,6 +70,7 @@ def reproduce(names, out, **options):
     return parcae.reproduce(names, scale="toy", seeds=1, out=out, **options)
 
 
+@pytest.mark.slow
 def test_runs_are_shared_and_a_setting_reruns_only_what_it_changes(trained, tmp_path):
     first = reproduce("loops", tmp_path)
     assert len(trained) == 2
@@ -85,6 +86,7 @@ def test_runs_are_shared_and_a_setting_reruns_only_what_it_changes(trained, tmp_
     assert len(set(trained)) == 5
 
 
+@pytest.mark.slow
 def test_results_of_other_settings_stay_in_the_file_and_out_of_the_page(trained, tmp_path):
     results = tmp_path / "results"
     first = reproduce("loops", tmp_path / "runs", results=results)
@@ -100,6 +102,7 @@ def test_results_of_other_settings_stay_in_the_file_and_out_of_the_page(trained,
     assert len(trained) == 4
 
 
+@pytest.mark.slow
 def test_redrawing_needs_only_the_results(trained, tmp_path):
     first = reproduce("loops", tmp_path / "runs", results=tmp_path / "results")
     page = tmp_path / "docs" / "page.md"
@@ -116,6 +119,7 @@ def test_redrawing_needs_only_the_results(trained, tmp_path):
     assert (tmp_path / "docs" / "page" / "loops.png").exists()
 
 
+@pytest.mark.slow
 def test_runs_that_are_measured_are_not_trained_on_another_machine(trained, tmp_path):
     results = tmp_path / "results"
     reproduce("loops", tmp_path / "here", results=results)
@@ -127,6 +131,7 @@ def test_runs_that_are_measured_are_not_trained_on_another_machine(trained, tmp_
     assert len(trained) == 3
 
 
+@pytest.mark.slow
 def test_other_measurements_need_the_run_itself(trained, tmp_path, monkeypatch):
     def measure(self, run, store):
         return {**training_record(store.folder(run)), "more": 1}
@@ -137,6 +142,7 @@ def test_other_measurements_need_the_run_itself(trained, tmp_path, monkeypatch):
     assert len(trained) == 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_counts_only_when_it_has_ended(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(Store, "has_ended", lambda self, run: False)
     result = reproduce("loops", tmp_path)
@@ -144,6 +150,7 @@ def test_an_interrupted_run_counts_only_when_it_has_ended(trained, tmp_path, mon
     assert {row["verdict"] for row in result.table()} == {"not run yet"}
 
 
+@pytest.mark.slow
 def test_results_have_a_line_per_run_and_their_cost(trained, tmp_path):
     reproduce("loops", tmp_path)
     lines = (tmp_path / "results" / "loops.json").read_text().splitlines()
@@ -193,6 +200,7 @@ def test_scales_give_the_sizes_of_the_paper():
     assert Scale("micro").recipe(tree, 0).budget.steps is None
 
 
+@pytest.mark.slow
 def test_records_of_a_run(tmp_path):
     scale = Scale("toy")
     train_task(scale.recipe(scale.task("pointers"), 0), tmp_path)

@@ -104,6 +104,7 @@ def test_a_wrong_task_is_named():
         find_task("task:pointer")
 
 
+@pytest.mark.slow
 def test_training_resumes_and_accuracy_counts_right_answers(tmp_path):
     scale = Scale("toy")
     recipe = scale.recipe(scale.task("pointers"), seed=0)

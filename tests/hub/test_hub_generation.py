@@ -121,6 +121,7 @@ def test_beams_with_and_without_a_cache(theirs, loops):
     assert torch.equal(with_cache, theirs.generate(tokens, use_cache=False, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("assistant", ["another", "itself"])
 def test_assisted_decoding_is_greedy_decoding(theirs, assistant):
     """With an assistant whose tokens are mostly refused, and with one whose tokens are taken."""
@@ -197,6 +198,7 @@ def test_all_logits_or_the_last_ones(theirs):
     assert torch.equal(theirs.generate(tokens, logits_to_keep=0, **GREEDY), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
 def test_attention_functions_give_the_same_text(ours, theirs, implementation):
     model = in_transformers(ours, attn_implementation=implementation)
@@ -206,6 +208,7 @@ def test_attention_functions_give_the_same_text(ours, theirs, implementation):
     assert torch.equal(text, theirs.generate(tokens, **GREEDY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [1, 2])
 def test_embedded_prompts(theirs, beams):
     """With the token ids, or without: they are found, because layers need them for values."""

@@ -162,6 +162,7 @@ def other_injections():
     INJECTIONS._registered.update(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("injection", ["gated-test", "shifted-test"])
 def test_other_injections_are_decoded_through_pytorch(other_injections, injection, monkeypatch):
     model = randomised(tiny(injection=injection)).eval().requires_grad_(False)

@@ -35,6 +35,7 @@ def test_a_transformer_generates_too():
         generate(model, PROMPT, max_new_tokens=1, loops=2)
 
 
+@pytest.mark.slow
 def test_a_seed_is_a_text_and_noise_belongs_to_the_position():
     model = randomised(KINDS["parcae"])
     text = generate(model, PROMPT, max_new_tokens=12, seed=3)

@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 PROMPTS = [[i + 1, 2 * i + 1, 7][: 1 + i % 3] for i in range(8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_greedy_text_is_that_of_the_model(kind):
     """Rows with different numbers of loops and lengths, of which some end while others continue."""
@@ -74,6 +75,7 @@ def test_rows_that_loop_less_keep_their_slots(policy):
 SAMPLED = {"loops": 3, "max_new_tokens": 12, "temperature": 0.9, "seed": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "filters",
     [{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.9, "repetition_penalty": 1.4}],
@@ -129,6 +131,7 @@ def test_the_host_looks_at_tokens_every_eight_steps():
     assert (long.finish, len(long.tokens)) == ("context", 3)
 
 
+@pytest.mark.slow
 def test_broken_weights_end_only_the_text_they_break():
     model = randomised(tiny(tied_embeddings=False))
     with torch.no_grad():

@@ -48,6 +48,7 @@ def cut(text: str, stops: tuple[str, ...]) -> str:
     return text
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=30))
 def test_pieces_of_any_tokens_join_to_the_whole(ids):

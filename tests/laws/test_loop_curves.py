@@ -44,6 +44,7 @@ def test_every_curve_gets_the_least_squares_fit(law, several):
         assert 0.5 * (residuals(start) ** 2).sum() <= best * (1 + 1e-6) + 1e-15
 
 
+@pytest.mark.slow
 def test_few_starts_find_what_many_find(several, monkeypatch):
     few = fit_curves(EXPONENTIAL, several)
     monkeypatch.setattr(module, "STARTS", 200)

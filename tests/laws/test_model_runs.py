@@ -163,6 +163,7 @@ def test_too_few_t_are_refused_for_curves():
     assert "training" in one.laws
 
 
+@pytest.mark.slow
 def test_runs_never_measured_at_their_own_depth_are_named():
     rows = [
         r

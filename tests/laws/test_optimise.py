@@ -58,6 +58,7 @@ def test_the_published_refit_of_chinchilla_to_three_digits(chinchilla, shared_da
     assert 2 <= starts.followed == starts.converged == starts.agreeing <= 128  # halving
 
 
+@pytest.mark.slow
 def test_no_worse_than_scipy_on_the_same_objective_from_the_same_starts(chinchilla):
     problem = Objective(laws.CHINCHILLA, chinchilla)
     starts = random_starts(problem, 30, np.random.default_rng(7))

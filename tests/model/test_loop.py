@@ -64,6 +64,7 @@ def test_equals_plain_version_masked_to_the_maximum(kind):
     assert torch.allclose(logits, reference.forward(model, tokens, None, depths, state), atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     loops=st.lists(st.integers(1, 7), min_size=1, max_size=6),
@@ -82,6 +83,7 @@ def test_equals_each_row_alone(loops, backprop, kind, seed):
     assert_same_gradients(gradients(model, together), gradients(model, apart))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(order=st.permutations(range(5)))
 def test_order_and_neighbours_do_not_matter(order):

@@ -152,6 +152,7 @@ def test_the_command(folders, capsys):
     assert "loops: 'many' is not" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_losses_of_different_held_out_rows_are_named(tmp_path, capsys):
     runs = [fakes.looped_run(tmp_path / name) for name in ("a", "b", "c")]
     for run, documents in zip(runs, ("1", "1", "2"), strict=True):

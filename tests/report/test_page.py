@@ -74,6 +74,7 @@ def one(tmp_path_factory):
     return folder, *report(folder)
 
 
+@pytest.mark.slow
 def test_every_number_of_the_result_is_shown(one):
     folder, content, reader = one
     outcome = json.loads((folder / "result.json").read_text())
@@ -335,6 +336,7 @@ def test_blocks_are_named_after_the_model():
 SCRIPT = "<script>alert(1)</script>|$x_1$&"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_names_settings_and_events_are_escaped(tmp_path):
     """In the page, in its figures and in the tables beside it."""

@@ -61,6 +61,7 @@ def test_each_row_is_a_forward_at_that_depth(kind):
     assert torch.equal(trace.change[0], torch.ones(6))
 
 
+@pytest.mark.slow
 def test_loops_default_to_the_mean_in_training(model):
     assert trace_loops(model, TOKENS).loops == 4
 

@@ -187,6 +187,7 @@ def test_a_trace_is_that_of_trace_loops(http, plain_engine):
     assert shorter == alone
 
 
+@pytest.mark.slow
 def test_traces_are_computed_in_turn_for_clients_that_are_there(monkeypatch):
     gate, traced = threading.Semaphore(0), []
 
@@ -346,6 +347,7 @@ def wait_until(condition) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_row(slow_server, stream):
     client, scheduler, gate = slow_server

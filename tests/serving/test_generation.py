@@ -46,6 +46,7 @@ def test_one_wake_up_delivers_the_events_of_all_requests():
     assert len(asyncio.run(run())) == 3
 
 
+@pytest.mark.slow
 def test_no_event_is_left_when_both_sides_are_busy():
     count = 5000
 

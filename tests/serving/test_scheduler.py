@@ -244,6 +244,7 @@ def test_a_job_that_waits_too_long_is_refused(served):
     assert one.text(running)
 
 
+@pytest.mark.slow
 def test_a_job_that_takes_too_long_ends(served):
     one = served(gated=True)
     late, other = one.job(seconds=0.5, max_new_tokens=40), one.job()

@@ -180,6 +180,7 @@ def test_a_server_whose_engine_thread_has_died_stops(monkeypatch):
             server.result(60)
 
 
+@pytest.mark.slow
 def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, caplog):
     stopping = Stopping(monkeypatch, drain_seconds=0.5)
     *_, last = stopping.write()
@@ -202,6 +203,7 @@ def test_the_number_of_connections_is_limited(monkeypatch):
     stopping.thread.join(60)
 
 
+@pytest.mark.slow
 def test_connections_without_a_request_are_closed(monkeypatch):
     monkeypatch.setattr(server_module, "HEAD_SECONDS", 0.5)
     stopping = Stopping(monkeypatch)

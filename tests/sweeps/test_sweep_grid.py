@@ -179,6 +179,7 @@ def test_wrong_words_are_told_before_anything_runs(words, message, tmp_path, cap
     assert not (tmp_path / "sweep").exists()
 
 
+@pytest.mark.slow
 def test_a_recipe_that_comes_with_parcae_is_found_by_name(tmp_path):
     sweep = parcae.sweep(
         "smoke", tmp_path / "sweep", mean_loops=[1], dry_run=True, device_flops=1e12, verbose=False

@@ -102,6 +102,7 @@ def test_a_copy_is_written_not_what_training_made_of_it(tmp_path):
     assert target["w"].unique().tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypatch):
     plain, writing, enough = checkpoints.sha256, threading.Event(), threading.Event()
     during = []
@@ -128,6 +129,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(text, tmp_path, monkeypa
     assert list_steps(tmp_path / "run") == [10, 20]
 
 
+@pytest.mark.slow
 def test_only_safetensors_and_json(text, tmp_path):
     train(runs.recipe(text, budget={"steps": 6}), tmp_path / "run")
     files = [p for p in (tmp_path / "run" / "checkpoints").rglob("*") if p.is_file()]
@@ -208,6 +210,7 @@ def test_damage_is_seen(name, damage, message, tmp_path):
     assert message in problem
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, one_thread):
     recipe, run = stopped
     truncate(run / "checkpoints" / "step-00000007" / "model.safetensors")
@@ -227,6 +230,7 @@ def test_a_damaged_checkpoint_is_passed_over(stopped, text, tmp_path, capsys, on
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_one_does_not_make_the_good_one_be_dropped(stopped):
     recipe, run = stopped
     truncate(run / "checkpoints" / "step-00000007" / "model.safetensors")
@@ -235,6 +239,7 @@ def test_a_damaged_newest_one_does_not_make_the_good_one_be_dropped(stopped):
     assert open_store(run).latest() == (10, [])
 
 
+@pytest.mark.slow
 def test_where_all_are_damaged_there_is_an_error_and_nothing_is_lost(stopped, capsys):
     _, run = stopped
     for step in (5, 6, 7):
@@ -284,6 +289,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     """Each checkpoint takes 0.8 MB, so a third does not fit while two are kept."""
     run, recipe = small_disk / "run", tmp_path / "recipe.toml"
@@ -308,6 +314,7 @@ def test_a_full_disk(small_disk, text, tmp_path, capsys, one_thread):
     assert runs.curve(run) == runs.curve(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
     real = Trainer._train_step
 
@@ -329,6 +336,7 @@ def test_a_disk_that_is_full_for_the_log(text, tmp_path, capsys, monkeypatch):
     assert [line[0] for line in runs.lines(run, "train")] == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
     """Not at the next checkpoint, which may be hours away."""
 

@@ -78,6 +78,7 @@ def test_cropping_is_warned_of_with_the_remedy(tmp_path, capsys):
     assert "Warning" not in printed
 
 
+@pytest.mark.slow
 def test_a_plan_estimates_what_is_not_tokenised(tmp_path):
     recipe = runs.recipe(write_long(tmp_path), data={"split_long": False}, budget={"steps": 40})
     exact, _ = prepared_use(recipe, tmp_path / "run")
@@ -89,6 +90,7 @@ def test_a_plan_estimates_what_is_not_tokenised(tmp_path):
     assert {"quantity": "data_0_epochs", "value": use.epochs} in planned.table()
 
 
+@pytest.mark.slow
 def test_a_plan_says_why_the_data_is_unknown(tmp_path, capsys):
     text, missing = write_long(tmp_path), tmp_path / "missing"
     arguments = ["plan", "smoke", "--device-flops", "1e12", "--data.sources"]
@@ -109,6 +111,7 @@ def test_a_plan_says_why_the_data_is_unknown(tmp_path, capsys):
     assert f"{missing}: no such file" in str(planned.data_problem)
 
 
+@pytest.mark.slow
 def test_the_command_prints_epochs_and_warns(tmp_path, capsys):
     text = write_long(tmp_path)
     arguments = ["plan", "smoke", "--data.sources", f'["{text}"]', "--data.split_long", "false"]

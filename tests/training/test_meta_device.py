@@ -13,6 +13,7 @@ from parcae.training.schedule import Factors
 from parcae.training.settings import OptimiserConfig
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parcae", "rdm"])
 @pytest.mark.parametrize("optimiser", ["muon-adamw", "adamw-atan2"])
 def test_a_step_stays_on_its_device(kind, optimiser):

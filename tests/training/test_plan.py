@@ -176,6 +176,7 @@ class AskedAtOnce(StopSignals):
         return self
 
 
+@pytest.mark.slow
 def test_a_chosen_micro_batch_is_recorded_and_kept(text, tmp_path, monkeypatch, capsys):
     """Bit for bit: other micro-batches add their gradients in another order."""
     tree = recipe_to_dict(runs.recipe(text, budget={"steps": 6}, run={"checkpoint_every": 3}))
@@ -223,6 +224,7 @@ def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
     assert planned == pytest.approx(measured, rel=0.2)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_tables_and_overrides_and_gives_rows():
     found = plan(read_toml(SMOKE), device_flops=1e9, run={"device": "cpu"}, budget={"steps": 7})
     rows = {row["quantity"]: row["value"] for row in found.table()}

@@ -80,6 +80,7 @@ def edit_recipe(folder, changes):
     (folder / "recipe.toml").write_text("# edited\n" + write_toml(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flag", "edited recipe"])
 def test_data_that_was_moved(how, killed, whole, shards, tmp_path, capsys, request):
     run, after = killed, tmp_path / "elsewhere"
@@ -99,6 +100,7 @@ def test_data_that_was_moved(how, killed, whole, shards, tmp_path, capsys, reque
     assert read_recipe(run).data.sources == (str(after),)
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_is_announced(killed, monkeypatch, capsys):
     (checkpoint,) = list_checkpoints(killed)[-1:]
     threads = torch.get_num_threads()
@@ -155,6 +157,7 @@ def test_other_held_out_documents_are_refused(killed):
         check_same_data(corpora, [used[0] | {"validation": "0" * 64}], killed)
 
 
+@pytest.mark.slow
 def test_text_that_was_moved(tmp_path):
     """The run has its tokens, so it needs the text no more; other text is refused."""
     text, run = runs.write_text(tmp_path), tmp_path / "run"
@@ -169,6 +172,7 @@ def test_text_that_was_moved(tmp_path):
     assert read_recipe(run).data.sources == (str(moved),)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_was_moved(killed, shards, tmp_path):
     run = killed
     copy, other = tmp_path / "copy.json", tmp_path / "other.json"
@@ -200,6 +204,7 @@ def test_what_changes_the_learning_is_refused_with_both_values(how, killed, tmp_
         (run / "recipe.toml").write_bytes(kept)
 
 
+@pytest.mark.slow
 def test_settings_of_the_run_may_change(killed):
     changes = {"keep_last": 9, "checkpoint_every": 2, "telemetry_every": 0, "validate_every": 4}
     assert parcae.train(killed, resume=True, run=changes).status == "finished"
@@ -254,6 +259,7 @@ def float64(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_another_micro_batch_reads_the_same_rows_at_the_same_depths(
     micro_batch, shards, tmp_path, float64, monkeypatch

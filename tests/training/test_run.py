@@ -25,6 +25,7 @@ def finished(tmp_path_factory):
     return recipe, parcae.train(recipe, folder / "run", budget={"steps": 2})
 
 
+@pytest.mark.slow
 def test_a_result_is_what_result_json_says(finished):
     _, result = finished
     assert result == read_result(result.folder)

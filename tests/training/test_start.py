@@ -48,6 +48,7 @@ def tuned(base, tables, tmp_path_factory):
     return parcae.train(tables, tmp_path_factory.mktemp("tuned") / "run", start_from=base)
 
 
+@pytest.mark.slow
 def test_step_0_has_the_weights_and_the_loss_of_the_source(base, tuned):
     """By the model itself, on the rows that the new run holds out."""
     before, first = runs.weights(base, 3), runs.weights(tuned.folder, 0)
@@ -71,6 +72,7 @@ def test_optimiser_schedule_and_data_are_new(base, tuned):
     assert own.sha256 == its.sha256
 
 
+@pytest.mark.slow
 def test_a_plan_counts_tokens_with_the_tokenizer_of_the_weights(base, tuned, tables):
     planned = parcae.plan(tables, device_flops=1e12, start={"checkpoint": str(base)})
     shards = tuned.folder / "data" / "0"
@@ -79,6 +81,7 @@ def test_a_plan_counts_tokens_with_the_tokenizer_of_the_weights(base, tuned, tab
     assert planned.data[0].tokens == pytest.approx(exact, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_source_is_recorded_and_shown(base, tuned, tables, capsys):
     start = read_recipe(tuned.folder).start
     checkpoint = base / "checkpoints" / "step-00000003"
@@ -88,6 +91,7 @@ def test_the_source_is_recorded_and_shown(base, tuned, tables, capsys):
     assert f"starts from {checkpoint}" in parcae.write_report(tuned.folder).read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_after_its_source_is_gone(
     base, tuned, tables, tmp_path, monkeypatch
 ):
@@ -111,6 +115,7 @@ def test_a_killed_run_continues_after_its_source_is_gone(
     assert runs.curve(run) == runs.curve(tuned.folder)
 
 
+@pytest.mark.slow
 def test_a_model_folder_and_another_loop(base, tables, tmp_path):
     """The loop is the recipe's, as far as it says; a preset's shape must be that of the weights."""
     model, tokenizer, _ = parcae.open_checkpoint(base)
@@ -157,6 +162,7 @@ def test_a_recipe_that_says_the_same_as_the_weights(base, tables):
     assert recipe.model.mlp_width is None
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused(base, tables, tmp_path):
     same, other = tmp_path / "same.json", tmp_path / "other.json"
     own = Tokenizer.load(base / "tokenizer.json")

@@ -138,6 +138,7 @@ def test_a_second_signal_ends_at_once(first, second, code, recipe_file, tmp_path
     assert train(read_recipe(run), run, resume=True).steps == 16
 
 
+@pytest.mark.slow
 def test_a_signal_that_was_ignored_stays_ignored(text, tmp_path, monkeypatch):
     """As SIGHUP is under nohup."""
     real, before = Trainer._train_step, signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -206,6 +207,7 @@ def test_a_finished_run_that_is_resumed_says_so_and_changes_nothing(text, tmp_pa
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_the_callers_process_is_left_as_it_was(text, tmp_path):
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
     modes = []

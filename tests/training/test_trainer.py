@@ -125,6 +125,7 @@ class FakeClock:
         return self.now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"minutes": 40 / 60}, {"steps": 999, "max_minutes": 2 / 3}])
 def test_the_schedule_of_a_run_by_the_clock_reaches_its_end(budget, text, tmp_path, monkeypatch):
     """Whatever time the validations take: four fifths of that of the steps here."""
@@ -140,6 +141,7 @@ def test_the_schedule_of_a_run_by_the_clock_reaches_its_end(budget, text, tmp_pa
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_the_training_loss_is_the_mean_of_the_last_steps(text, tmp_path):
     recipe, run = runs.recipe(text, budget={"steps": 25}, run=QUIET), tmp_path / "run"
     result = train(recipe, run)
