@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,14 @@ torch.set_num_threads(min(2, torch.get_num_threads()))
 # On a busy machine an example may take any time.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+def _compiler_works() -> bool:
+    path = shutil.which(os.environ.get("CXX") or "g++")
+    return path is not None and not subprocess.call([path, "--version"], stdout=subprocess.DEVNULL)
+
+
+needs_compiler = pytest.mark.skipif(not _compiler_works(), reason="no C++ compiler")
 
 TESTS = Path(__file__).parent
 LONGEST = (

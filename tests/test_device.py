@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 import parcae
 from oracles import text_model, tokenizer
 from parcae.cli import main
 from parcae.config import ConfigError
-from parcae.device import TRAINING_DEVICES, find_device
+from parcae.device import TRAINING_DEVICES, check_compiler, find_device
 from parcae.training.distributed import training_device
 
 
@@ -46,6 +47,17 @@ def test_models_are_opened_on_a_device(tmp_path):
     assert parcae.load(tmp_path, device="meta").device.type == "meta"
     with pytest.raises(ConfigError, match="device: nowhere cannot be used"):
         parcae.load(tmp_path, device="nowhere")
+
+
+def test_what_cannot_be_compiled_is_refused_before_it_begins(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inductor.cpp, "cxx", (None, "/nowhere/g++"))
+    out = tmp_path / "run"
+    assert main(["train", "demo", "--out", str(out), "--run.compile", "true"]) == 2
+    assert "run.compile: torch.compile found no C++ compiler" in capsys.readouterr().err
+    assert not out.exists()
+    with pytest.raises(ConfigError, match=r"^compile: torch\.compile found no"):
+        parcae.Engine(text_model(), backend="static", compile=True)
+    check_compiler(torch.device("cuda"), "compile")  # compiled by Triton
 
 
 @pytest.mark.parametrize("command", ["generate", "depth", "eval", "serve"])

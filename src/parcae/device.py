@@ -50,3 +50,19 @@ def is_available(name: str) -> bool:
 
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     return name not in available or available[name]()
+
+
+def check_compiler(device: torch.device, key: str) -> None:
+    """ConfigError if `torch.compile` lacks the C++ compiler that it needs on a CPU.
+
+    Otherwise the first step would fail, long after data was prepared.
+    """
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (RuntimeError, OSError):
+        problem = "torch.compile found no C++ compiler that works"
+        raise ConfigError(f"{key}: {problem}. Install g++, set CXX, or use false.") from None

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from conftest import tiny
+from conftest import needs_compiler, tiny
 from parcae.infer.engine import Engine
 from parcae.infer.native import kernels
 from parcae.model import create
@@ -16,12 +16,12 @@ COMPILER = """#!/bin/sh
 case "$1" in --version) printf 'compiler \\377 1.0\\n';; *) exec {compiler} "$@";; esac
 """
 
+pytestmark = needs_compiler
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """An empty cache folder, with a compiler that only copies a small library."""
-    if kernels._compiler() is None:
-        pytest.skip("no C++ compiler")
     source = tmp_path / "pass.cpp"
     source.write_text('extern "C" int answer() { return 42; }')
     monkeypatch.setattr(kernels, "SOURCE", source)

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from conftest import KINDS, NoHostSync, randomised, tiny
+from conftest import KINDS, NoHostSync, needs_compiler, randomised, tiny
 from oracles import VOCABULARY, flips, model_of, true_logits
 from oracles import GreedyEngine as Engine
 from parcae.config import ConfigError
@@ -191,6 +191,7 @@ def test_a_step_on_another_device_leaves_nothing_on_the_cpu(kind):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_a_step_compiles_as_one_graph():
     model = model_of("parcae")
     engine = Engine(model, backend="static", max_batch_size=2, compile=True)

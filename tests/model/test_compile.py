@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from conftest import KINDS, randomised, saved_bytes, tiny
+from conftest import KINDS, needs_compiler, randomised, saved_bytes, tiny
 from parcae.model.blocks import MLP
 from parcae.model.depth import Depths
 
@@ -50,6 +50,7 @@ FALLING = [*range(2, 17), 17]
 """Sixteen rows that end one after the other: the core sees every size from 16 down to 2."""
 
 
+@needs_compiler
 def test_compiled_layers_give_the_same_numbers():
     """Without blocks in prelude and coda, which would take the compiler half a minute more."""
     config = tiny(prelude_layers=0, core_layers=1, coda_layers=0)
@@ -88,6 +89,7 @@ def test_a_block_alone_compiles():
     assert compilations() <= 2
 
 
+@needs_compiler
 def test_a_compiled_mlp_keeps_no_more_than_an_eager_one():
     """The compiler chooses what to keep for the backward: neither relu(x) nor its square."""
     mlp = MLP(tiny(), tiny().core_block)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import parcae
+from conftest import needs_compiler
 from parcae.model.flops import parameter_count, training_flops_per_token
 from parcae.model.looped import LoopedModel
 from parcae.report.runs import read_run
@@ -161,6 +162,7 @@ def test_the_training_loss_is_the_mean_of_the_last_steps(text, tmp_path):
 def test_a_slow_first_step_is_announced(peak, compiled, said, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(trainer, "peak_flops", lambda *_: peak)
     monkeypatch.setattr(LoopedModel, "compile_layers", lambda self: None)
+    monkeypatch.setattr(trainer, "check_compiler", lambda *_: None)
     budget = {"steps": 1, "max_minutes": 1}
     recipe = runs.recipe(text, budget=budget, run={**QUIET, "compile": compiled})
     train(recipe, tmp_path / "run")
@@ -414,6 +416,7 @@ def resumed(recipe, run):
 
 
 @pytest.mark.slow
+@needs_compiler
 def test_compiled_killed_and_resumed_is_bit_identical(text, tmp_path):
     """With two threads, whose sums compiled code orders as it likes unless it is told."""
     recipe = runs.recipe(

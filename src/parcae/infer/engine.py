@@ -29,6 +29,7 @@ from typing import Any, overload
 
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
+from parcae.device import check_compiler
 from parcae.infer import decode
 from parcae.infer.cache import Policy
 from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
@@ -109,6 +110,8 @@ class Engine:
         require(
             backend == "static" or not compile, "compile", f"not with backend {backend!r}", remedy
         )
+        if compile:
+            check_compiler(model.device, "compile")
         self.network = open_network(model, weight_dtype, backend)
         self.cache = self.network.model.cache(cache, max_cache_bytes)
         self.rows = Rows(self.cache, max_batch_size, reuse_prefixes, at_once=compile)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parcae.config import ConfigError
+from parcae.device import check_compiler
 from parcae.evaluation.loss import Loss, LossByLoops
 from parcae.files import FileError, interpreting, lock_folder, nan_to_none, number
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
@@ -62,6 +63,8 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult
         with workers.first_works():  # tokenising may take hours
             if workers.is_first:
                 try:
+                    if recipe.run.compile:
+                        check_compiler(workers.device, "run.compile")
                     stack.enter_context(lock_folder(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
                 except (ConfigError, OSError) as error:
