@@ -4,8 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
-# Two test processes with one thread each: two processes with two threads each would compete for cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Test processes with one thread each: with two threads each they would compete for cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
 PARALLEL := $(MAKE) --no-print-directory -j 2 types
 
@@ -61,11 +61,12 @@ audit: $(STAMP)  ## compare the installed packages with the database of known vu
 	 $(BIN)/pip-audit --local --skip-editable 2>&1 | tee out/audit.txt; status=$${PIPESTATUS[0]}; \
 	 if grep -qi 'connection' out/audit.txt; then echo "skipped: the database of known vulnerabilities cannot be reached"; exit 0; fi; exit $$status
 
+# Three processes for two cores: for a third of their time tests wait for servers, jobs and browsers.
 all-tests: $(STAMP)
-	$(PYTEST) --durations=25
+	$(PYTEST) -n 3 --durations=25
 
 fast-tests: $(STAMP)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -n 2 -m 'not slow'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

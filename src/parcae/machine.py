@@ -204,8 +204,9 @@ class _IdleTeam(threading.Thread):
         if threads is None or threads() == 1:  # None also while PyTorch is being imported
             return None
         try:
-            words = Path("/proc/self/maps").read_text().split()
-            path = next(word for word in words if Path(word).name.startswith("libgomp"))
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            files = (line.split(maxsplit=5)[-1] for line in maps)
+            path = next(file for file in files if Path(file).name.startswith("libgomp"))
             team = cls(ctypes.CDLL(path).GOMP_parallel)
         except (AttributeError, OSError, StopIteration):
             return None

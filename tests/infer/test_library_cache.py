@@ -63,9 +63,17 @@ def test_a_library_of_another_user_is_not_loaded(cache, monkeypatch):
         assert isinstance(kernels._load(), kernels.UnsafeCache)
 
 
+def test_a_compiler_may_have_arguments_but_has_to_exist(cache, monkeypatch):
+    monkeypatch.setenv("CXX", "env LANG=C g++")
+    assert kernels._load().answer() == 42
+    kernels._load.cache_clear()
+    monkeypatch.setenv("CXX", "nowhere/g++")
+    assert "CXX=nowhere/g++ is not a program" in str(kernels._load())
+
+
 def test_the_version_of_a_compiler_need_not_be_utf8(cache, tmp_path, monkeypatch):
     compiler = tmp_path / "compiler"
-    compiler.write_text(COMPILER.format(compiler=kernels._compiler()))
+    compiler.write_text(COMPILER.format(compiler=" ".join(kernels._compiler())))
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     assert kernels._load().answer() == 42
@@ -105,7 +113,7 @@ for option in "$@"; do
 done
 echo "$1 $2" >> {log}
 case "$1" in -mcpu=*) shift;; esac  # which means something else on x86-64
-exec {kernels._compiler()} "$@"
+exec {" ".join(kernels._compiler())} "$@"
 """
     )
     compiler.chmod(0o755)

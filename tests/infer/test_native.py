@@ -224,6 +224,18 @@ def test_int8_inputs_that_are_not_finite(value):
         torch.testing.assert_close(y[[0, 2]], torch.full((2, 5), 20.0))
 
 
+def test_the_smallest_int8_inputs_count_as_0():
+    x = torch.tensor([[1e-38, 0.0, 5e-38, 2e-39], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    stored = matrix(torch.ones(5, 4), "int8")
+    for y in (KERNELS.gemm(stored, x), stored(x)):
+        torch.testing.assert_close(y, torch.tensor([0.0, 0.0, 4.0])[:, None].expand(3, 5))
+
+
+def test_structures_have_no_padding_in_which_a_field_could_hide():
+    for name, structure in kernels_module.STRUCTURES.items():
+        assert kernels_module.describe_structure(name, structure).endswith(" unlisted:0")
+
+
 def test_a_field_added_on_one_side_is_an_error(monkeypatch):
     class Longer(kernels_module.ctypes.Structure):
         _fields_ = (*kernels_module.PassFields._fields_, ("more", kernels_module.c_int64))

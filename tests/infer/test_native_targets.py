@@ -45,6 +45,8 @@ def run(*command: str | Path) -> str:
         ("-march=x86-64-v3", "avx2", "AVX2"),
         ("-march=x86-64-v4", "avx512bw", "AVX-512"),
         ("-march=icelake-server", "avx512_vnni", "AVX-512"),
+        ("-march=alderlake", "avx_vnni", "AVX2"),
+        ("-march=x86-64-v4 -mavxvnni", "avx_vnni", "AVX-512"),
     ],
 )
 def test_x86(flags, needs, expected, tmp_path):

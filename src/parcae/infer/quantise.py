@@ -72,7 +72,8 @@ class Int8Matrix(Matrix):
 def quantise_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [N, in] as integers from -127 to 127, stored as floats, and each row's scale [N, 1]."""
     largest = x.abs().amax(1, keepdim=True)
-    factor = torch.where(largest > 0, LARGEST / largest, 0.0)
+    factor = LARGEST / largest
+    factor = torch.where(factor.isfinite(), factor, 0.0)  # the smallest inputs count as 0
     return (x * factor).round(), largest / LARGEST
 
 

@@ -8,6 +8,7 @@ decoding runs through PyTorch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -20,7 +21,7 @@ import tempfile
 import warnings
 from array import array
 from collections.abc import Iterable
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -90,7 +91,8 @@ class LayerFields(ctypes.Structure):
         *_fields(MatrixFields, "inner outer fc proj"),
         *_fields(c_void_p, "norm_after_attention norm_after_mlp value_table"),
         *_fields(c_float, "norm_floor qk_floor score_scale"),
-        *_fields(c_int32, "heads kv_heads head_dim gated_mlp"),
+        *_fields(c_int32, "heads kv_heads head_dim"),
+        *_fields(c_int64, "gated_mlp"),
     )
 
 
@@ -99,7 +101,7 @@ class ModelFields(ctypes.Structure):
         *_fields(c_void_p, "layers"),
         *_fields(c_int64, "prelude core coda width state_width context"),
         *_fields(c_void_p, "embedding outer_phases core_phases prelude_norm final_norm"),
-        *_fields(c_float, "norm_floor"),
+        *_fields(c_double, "norm_floor"),
         *_fields(MatrixFields, "into transition"),
         *_fields(c_void_p, "decay"),
         *_fields(MatrixFields, "readout head"),
@@ -131,10 +133,12 @@ STRUCTURES: dict[str, type[ctypes.Structure]] = {
 
 
 def describe_structure(name: str, structure: type[ctypes.Structure]) -> str:
-    """Size, and fields with their offsets, in the form that `parcae_structures` returns."""
-    names = [field[0] for field in structure._fields_]
-    fields = (f"{field}:{getattr(structure, field).offset}" for field in names)
-    return f"{name} {ctypes.sizeof(structure)} {' '.join(fields)}"
+    """Size, and fields with offsets and sizes, in the form that `parcae_structures` returns."""
+    fields = {field[0]: getattr(structure, field[0]) for field in structure._fields_}
+    listed = " ".join(f"{key}:{field.offset}+{field.size}" for key, field in fields.items())
+    size = ctypes.sizeof(structure)
+    unlisted = size - sum(field.size for field in fields.values())
+    return f"{name} {size} {listed} unlisted:{unlisted}"
 
 
 def _check_structures(library: ctypes.CDLL) -> None:
@@ -238,7 +242,9 @@ def _load() -> ctypes.CDLL | KernelsUnavailable:
     if os.environ.get("PARCAE_NATIVE", "1") == "0":
         return KernelsUnavailable("PARCAE_NATIVE=0 turns them off")
     if _compiler() is None:
-        return KernelsUnavailable("there is no C++ compiler (set CXX, or install g++)")
+        chosen = os.environ.get("CXX")
+        problem = f"CXX={chosen} is not a program" if chosen else "there is no C++ compiler"
+        return KernelsUnavailable(f"{problem} (set CXX, or install g++)")
     try:
         path = _compiled()
         try:
@@ -255,16 +261,18 @@ def _load() -> ctypes.CDLL | KernelsUnavailable:
         return KernelsUnavailable(f"the library cannot be stored in the cache folder ({error})")
 
 
-def _compiler() -> str | None:
-    names = (os.environ.get("CXX"), "g++", "clang++", "c++")
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def _compiler() -> list[str] | None:
+    """The command of the compiler; CXX may have arguments, as in "ccache g++"."""
+    chosen = os.environ.get("CXX")
+    commands = [[chosen], shlex.split(chosen)] if chosen else [["g++"], ["clang++"], ["c++"]]
+    return next((command for command in commands if shutil.which(command[0])), None)
 
 
 def _compiled() -> Path:
     """The path of the library for this source, compiler and CPU; compiled if it does not exist."""
     compiler = _compiler()
     assert compiler is not None
-    version = _run([compiler, "--version"])
+    version = _run([*compiler, "--version"])
     sources = (file.read_text() for file in sorted(SOURCE.parent.glob("*.[ch]*")))
     key = "\n".join((*sources, version, *flags(), _cpu()))
     folder, name = cache_folder(), f"pass-{_digest(key)}"
@@ -300,12 +308,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compile(compiler: list[str], target: Path) -> None:
     arguments = [*flags(), str(SOURCE), "-o", str(target)]
     failures: list[KernelsUnavailable] = []
     for options in itertools.product(THIS_CPU, THREADS):
         try:
-            _run([compiler, *options, *arguments])
+            _run([*compiler, *options, *arguments])
             return
         except CompilationTimeout:  # says nothing about the options: the machine is busy
             raise
@@ -345,7 +353,9 @@ def _cpu() -> str:
     """What -march=native depends on; different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
+    except OSError:  # macOS names all its CPUs "arm"; sysctl tells them apart
+        with contextlib.suppress(KernelsUnavailable):
+            return _run(["sysctl", "-n", "machdep.cpu.brand_string"])
         return platform.processor() + platform.machine()
     prefixes = ("flags", "model name", "Features")
     return "\n".join(sorted({line for line in lines if line.startswith(prefixes)}))

@@ -14,7 +14,8 @@ struct Layer {
     const float* value_table;    // value embeddings [vocabulary, kv_heads * head_dim], or null
     float norm_floor, qk_floor;  // D eps and E eps; a negative qk_floor means no norm
     float score_scale;
-    int32_t heads, kv_heads, head_dim, gated_mlp;
+    int32_t heads, kv_heads, head_dim;
+    int64_t gated_mlp;  // 64 bits: without padding
 };
 
 }  // extern "C"

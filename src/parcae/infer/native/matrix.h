@@ -39,7 +39,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 
 typedef int8_t Bytes __attribute__((vector_size(4 * LANES)));
 
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 constexpr int INT8_TOKENS = FLOAT_TOKENS;
 constexpr int INPUT_OFFSET = 128;  // VNNI multiplies unsigned inputs with signed weights
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -60,7 +60,7 @@ inline Ints multiply_add_bytes(Bytes w, int32_t inputs, Ints total) {
         _mm512_mask_sub_epi8(weights, _mm512_movepi8_mask(x), _mm512_setzero_si512(), weights);
     const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(x), by_sign);
     return total + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(__AVXVNNI__)
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, _mm256_set1_epi32(inputs), (__m256i)w);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     // |x| times w with the sign of x: no sum of two products exceeds 2 * 127 * 127 < 2^15.
@@ -99,7 +99,8 @@ inline float quantise(const float* x, int64_t n, int8_t* q) {
         std::memset(q, 0, round_up(n, QUAD));
         return NAN;
     }
-    const float factor = largest > 0 ? 127 / largest : 0;
+    const float inverse = largest > 0 ? 127 / largest : 0;
+    const float factor = inverse < INFINITY ? inverse : 0;  // the smallest inputs count as 0
     for (int64_t i = 0; i < n; i++) {
         const int whole = static_cast<int>(x[i] * factor + to_whole - to_whole);
         q[i] = static_cast<int8_t>(whole + INPUT_OFFSET);

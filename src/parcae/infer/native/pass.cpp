@@ -21,7 +21,7 @@ struct Model {
     const float* embedding;
     const float *outer_phases, *core_phases;  // [position, head_dim / 2] of (cos, sin)
     const float *prelude_norm, *final_norm;   // scales; the first may be null
-    float norm_floor;
+    double norm_floor;    // 64 bits: without padding
     Matrix into;          // B_bar; no matrix means the identity
     Matrix transition;    // A_bar, if it is dense
     const float* decay;   // the diagonal of A_bar, if it is diagonal; with neither it is the identity
@@ -403,26 +403,40 @@ const char* parcae_target() {
 #endif
 }
 
-#define FIELD(type, name) text += " " #name ":" + std::to_string(offsetof(type, name))
+#define FIELD(type, name)                                                          \
+    text += " " #name ":" + std::to_string(offsetof(type, name)) + "+" +              \
+            std::to_string(sizeof(type::name)),                                        \
+        listed += sizeof(type::name)
 
-// The structures that Python fills: size, and fields with their offsets.
+// The structures that Python fills: size, and fields with their offsets and sizes. They have no
+// padding, so that a field that is not listed shows as bytes that no field has.
 const char* parcae_structures() {
     static const std::string structures = [] {
-        std::string text = "Matrix " + std::to_string(sizeof(Matrix));
+        std::string text;
+        size_t listed = 0;
+        const auto begin = [&](const char* name, size_t size) {
+            text += name + (" " + std::to_string(size));
+            listed = 0;
+        };
+        const auto end = [&](size_t size) { text += " unlisted:" + std::to_string(size - listed) + "\n"; };
+        begin("Matrix", sizeof(Matrix));
         FIELD(Matrix, panels); FIELD(Matrix, scale); FIELD(Matrix, out); FIELD(Matrix, in);
-        text += "\nLayer " + std::to_string(sizeof(Layer));
+        end(sizeof(Matrix));
+        begin("Layer", sizeof(Layer));
         FIELD(Layer, inner); FIELD(Layer, outer); FIELD(Layer, fc); FIELD(Layer, proj);
         FIELD(Layer, norm_after_attention); FIELD(Layer, norm_after_mlp); FIELD(Layer, value_table);
         FIELD(Layer, norm_floor); FIELD(Layer, qk_floor); FIELD(Layer, score_scale);
         FIELD(Layer, heads); FIELD(Layer, kv_heads); FIELD(Layer, head_dim); FIELD(Layer, gated_mlp);
-        text += "\nModel " + std::to_string(sizeof(Model));
+        end(sizeof(Layer));
+        begin("Model", sizeof(Model));
         FIELD(Model, layers); FIELD(Model, prelude); FIELD(Model, core); FIELD(Model, coda);
-        FIELD(Model, width); FIELD(Model, state_width); FIELD(Model, context);
-        FIELD(Model, embedding); FIELD(Model, outer_phases); FIELD(Model, core_phases);
-        FIELD(Model, prelude_norm); FIELD(Model, final_norm); FIELD(Model, norm_floor);
-        FIELD(Model, into); FIELD(Model, transition); FIELD(Model, decay); FIELD(Model, readout);
-        FIELD(Model, head); FIELD(Model, unembedding); FIELD(Model, candidates);
-        text += "\nPass " + std::to_string(sizeof(Pass));
+        FIELD(Model, width); FIELD(Model, state_width); FIELD(Model, context); FIELD(Model, embedding);
+        FIELD(Model, outer_phases); FIELD(Model, core_phases); FIELD(Model, prelude_norm);
+        FIELD(Model, final_norm); FIELD(Model, norm_floor); FIELD(Model, into);
+        FIELD(Model, transition); FIELD(Model, decay); FIELD(Model, readout); FIELD(Model, head);
+        FIELD(Model, unembedding); FIELD(Model, candidates);
+        end(sizeof(Model));
+        begin("Pass", sizeof(Pass));
         FIELD(Pass, tokens); FIELD(Pass, ids); FIELD(Pass, rows); FIELD(Pass, positions);
         FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, outer_layer); FIELD(Pass, outer_row);
         FIELD(Pass, core_layer); FIELD(Pass, core_row); FIELD(Pass, loops); FIELD(Pass, slots);
@@ -430,6 +444,7 @@ const char* parcae_structures() {
         FIELD(Pass, order); FIELD(Pass, ran); FIELD(Pass, active); FIELD(Pass, state);
         FIELD(Pass, predicted); FIELD(Pass, predict); FIELD(Pass, logits); FIELD(Pass, scratch);
         FIELD(Pass, threads);
+        end(sizeof(Pass));
         return text;
     }();
     return structures.c_str();
