@@ -25,6 +25,8 @@ runs_here() { # an x86-64 level, as the C library's loader reports it
   [ "$1" = x86-64 ] || { [ -x "$loader" ] && "$loader" --help | grep -q "$1 (supported"; }
 }
 
+echo "== the kernels alone, compiled for other CPUs, ARM among them (g++-aarch64-linux-gnu, qemu-user)"
+OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 tests/infer/test_native_targets.py
 run CXX=/bin/false -- "${numeric[@]}"
 run PARCAE_CXXFLAGS=-fno-openmp -- "${kernels[@]}"
 if [ "$(uname -m)" = x86_64 ]; then

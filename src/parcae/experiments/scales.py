@@ -138,6 +138,10 @@ class Scale:
         if base["model"]["preset"].startswith("transformer") and "model" in overrides:
             table = overrides["model"].items()
             overrides["model"] = {k: v for k, v in table if k not in OF_THE_LOOP}
+        kind = base.get("optimiser", {}).get("kind", "muon-adamw")
+        if kind != "muon-adamw" and "optimiser" in overrides:
+            table = overrides["optimiser"].items()
+            overrides["optimiser"] = {k: v for k, v in table if not k.startswith("muon_")}
         return with_flags(with_flags(base, overrides), changes)
 
 
