@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +24,10 @@ pytest_plugins = ["evaluation_fixtures", "serving_fixtures"]
 
 # Without time measurements, "auto" is the same in every run.
 os.environ.setdefault("PARCAE_NATIVE", "1")
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    # PyTorch's cache of compiled code does not tell capabilities apart.
+    folder = Path(tempfile.gettempdir()) / f"torchinductor-{getpass.getuser()}-{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 torch.set_num_threads(min(2, torch.get_num_threads()))
 # On a busy machine an example may take any time.
 settings.register_profile("no deadline", deadline=None)
