@@ -79,6 +79,7 @@ def test_sha256(tmp_path):
     assert files.sha256(tmp_path / "x").startswith("ba7816bf8f01cfea")
 
 
+@pytest.mark.slow
 def test_a_folder_is_held_by_one_process(tmp_path):
     script = f"from parcae.files import lock_folder\nwith lock_folder({str(tmp_path)!r}): pass"
     with files.lock_folder(tmp_path):

@@ -119,6 +119,7 @@ def test_a_pickle_is_neither_unpacked_nor_expanded(tmp_path):
         parcae.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_each_bit_of_a_pickle_may_be_wrong(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(HEADER))
     path = tmp_path / "pytorch_model.bin"
@@ -201,6 +202,7 @@ def test_a_vocabulary_has_a_largest_size(tmp_path, capsys):
     assert "size: 1,000,000,000,000 entries are too many" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_tokenizer_with_a_pattern_that_never_ends(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer.train(["hello world " * 50], 300).save(path)

@@ -51,6 +51,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_version_and_the_data_package_need_no_import_of_their_own():
     script = "import parcae; print(parcae.__version__, parcae.data.prepare.__name__)"
     printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout

@@ -115,6 +115,7 @@ def test_a_registered_sampler():
         sample_rows(LoopConfig(sampler="too-few"), seed=1, step=0, rows=range(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -47,6 +47,7 @@ def test_latex_by_hand():
     )
 
 
+@pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\0")), min_size=1))
 def test_csv_is_read_back_unchanged(texts):
     rows = [{"name": text, "loss": len(text) / 7, "loss_error": None} for text in texts]

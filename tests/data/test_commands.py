@@ -35,6 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_from_text_to_shards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, vocabulary, out = folder / "texts.jsonl", folder / "t.json", folder / "shards"
     field = ("--text-field", "body")
@@ -86,6 +87,7 @@ def test_an_exchanged_tokenizer_is_noticed(folder: Path, tmp_path: Path) -> None
             run("data", "inspect", tmp_path / "out", "--context", "32", *verify)
 
 
+@pytest.mark.slow
 def test_no_table_is_cut_off_in_a_pipe(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +162,7 @@ def test_separated_texts_from_a_file_to_shards(tmp_path: Path) -> None:
     assert [decode(documents.tokens(i)[1:]) for i in range(len(documents.lengths))] == stories
 
 
+@pytest.mark.slow
 def test_a_separator_that_splits_nothing_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ def plan_of(documents, **changes) -> SourcePlan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
 @pytest.mark.parametrize("count", [49, 50, 51, 74, 75, 76, 333])
 def test_an_epoch_reads_every_token_once_or_counts_it(packing, count):

@@ -68,6 +68,7 @@ def plain_loop(tokenizer: Tokenizer, texts: list[str], split: str) -> list[list[
     return [[0, *library.encode(text).ids] for text in chosen]
 
 
+@pytest.mark.slow
 def test_shards_hold_what_a_plain_loop_gives(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
@@ -90,6 +91,7 @@ def test_shards_hold_what_a_plain_loop_gives(
     assert copied.sha256 == tokenizer.sha256 == manifest["tokenizer"]["sha256"]
 
 
+@pytest.mark.slow
 def test_in_memory_documents_equal_the_shards(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_splits_never_share_a_text_and_do_not_move(
     assert held_one < held_two
 
 
+@pytest.mark.slow
 def test_validation_files_are_held_out_wherever_else_they_stand(
     tmp_path: Path, source: Path, tokenizer: Tokenizer, texts: list[str]
 ) -> None:
@@ -294,6 +297,7 @@ def test_a_bad_source_is_named_and_nothing_is_taken_for_finished(
         ShardedDocuments.open(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_folder_belongs_to_one_preparation(
     tmp_path: Path, source: Path, tokenizer: Tokenizer
 ) -> None:

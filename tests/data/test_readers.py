@@ -73,6 +73,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, name: str) -> None:
     assert texts_of(path) == [text.lstrip("\ufeff")]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="#a \n", max_size=60))
 def test_document_start_splits_like_a_regular_expression(
@@ -229,6 +230,7 @@ def test_every_kind_of_text_column(tmp_path: Path, kind: pa.DataType) -> None:
     assert texts_of(tmp_path / "a.parquet") == ["first", "zwei 🙂", "", "first"]
 
 
+@pytest.mark.slow
 def test_repetitive_zstandard_is_unpacked_piece_by_piece(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(zstandard.compress(b" " * (1 << 28)))
@@ -289,6 +291,7 @@ def test_a_separator_line_splits_documents_and_is_dropped(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="#a \n", max_size=60))
 def test_a_separator_splits_like_a_regular_expression(

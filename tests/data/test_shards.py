@@ -120,6 +120,7 @@ def test_every_truncation_is_noticed(folder: Path) -> None:
         ShardedDocuments.open(folder)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed(folder: Path) -> None:
     path = folder / "train-00000.shard"
     data = path.read_bytes()

@@ -96,6 +96,7 @@ def test_a_run_without_a_safe_place_is_cut_and_comes_back(tokenizer: Tokenizer) 
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow
 def test_specials_have_fixed_ids_and_only_on_demand(tokenizer: Tokenizer, tmp_path: Path) -> None:
     text = "a<|bos|>b <|eos|>\n<|pad|>"
     path = tmp_path / "tokenizer.json"

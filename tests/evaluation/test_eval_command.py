@@ -72,6 +72,7 @@ def test_core_lambada_and_wikitext_at_several_depths(checkpoint, task_folder, tm
     assert len([row for row in rows if row["task"] == "copa"]) == 12  # nothing is drawn: one
 
 
+@pytest.mark.slow
 def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder, tmp_path):
     arguments = ("--suites", "core", "--loops", "2")
     whole = evaluate(checkpoint, task_folder, tmp_path / "whole", *arguments)
@@ -91,6 +92,7 @@ def test_a_limit_is_recorded_and_scores_the_same_prompts(checkpoint, task_folder
         assert value[0] == pytest.approx(all_found[key][0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_other_baselines_are_named(checkpoint, task_folder, tmp_path):
     arguments = ("--suites", "core-extended", "--limit", "4", "--baselines", "dclm", "--loops", "1")
     result = evaluate(checkpoint, task_folder, tmp_path, *arguments)
@@ -238,6 +240,7 @@ def test_a_file_and_its_gz_are_the_same_data(tmp_path):
     assert plain.sha256 == packed.sha256
 
 
+@pytest.mark.slow
 def test_unaligned_answers_are_in_the_result(checkpoint, task_folder, tmp_path, monkeypatch):
     arguments = ("--suites", "core", "--loops", "1", "--limit", "4")
     plain = evaluate(checkpoint, task_folder, tmp_path / "plain", *arguments)
@@ -314,6 +317,7 @@ def test_errors_in_arguments(arguments, message, checkpoint, task_folder, tmp_pa
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_held_out_texts_of_a_file(checkpoint, tmp_path):
     texts = tmp_path / "held.jsonl"
     texts.write_text('{"text": "the cat sat on a mat"}\n{"text": "one dog run far"}\n')

@@ -69,6 +69,7 @@ def test_a_diverged_model_is_reported_with_its_loops(checkpoint, task_folder, tm
     assert "at 2 loops, logits: not a number" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_divergence_at_one_depth_keeps_the_others(
     checkpoint, task_folder, tmp_path, monkeypatch, capsys
 ):
@@ -119,6 +120,7 @@ def test_no_suite_and_a_seed_twice(checkpoint, task_folder, tmp_path, capsys):
     assert core["by_loops"]["1"]["deviation"] is None
 
 
+@pytest.mark.slow
 def test_again_drops_earlier_results(checkpoint, task_folder, tmp_path, monkeypatch):
     arguments = ["eval", str(checkpoint), "--task-data", str(task_folder), "--out", str(tmp_path)]
     arguments += ["--suites", "lambada", "--loops", "1,2"]
@@ -187,6 +189,7 @@ def test_a_mistyped_path_is_not_taken_for_a_name_on_the_hub(tmp_path, monkeypatc
     assert "runs/smok: no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_settings_without_samples_can_change(checkpoint, task_folder, tmp_path):
     """A folder with settings but without samples can be used at other numbers of loops."""
     Samples(tmp_path, {"loops": [1, 2, 4]})

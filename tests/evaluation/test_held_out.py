@@ -56,6 +56,7 @@ def test_the_number_of_rows_is_that_read(run, tmp_path):
     assert 4 < held_out(run, tmp_path / "all", "--limit", "100000")["rows"] < 1000
 
 
+@pytest.mark.slow
 def test_the_initial_state_can_be_drawn(run, tmp_path):
     zero = held_out(run, tmp_path / "zero", "--loops", "1")
     drawn = held_out(run, tmp_path / "drawn", "--loops", "1", "--state", "like-init")
@@ -94,6 +95,7 @@ def test_an_interrupted_evaluation_resumes(run, tmp_path, state):
     assert samples.read_bytes() == (tmp_path / "complete/samples.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_limit_has_other_items(run, tmp_path):
     few = held_out(run, tmp_path, "--limit", "4", "--loops", "1")
     more = held_out(run, tmp_path, "--limit", "18", "--loops", "1")
@@ -101,6 +103,7 @@ def test_another_limit_has_other_items(run, tmp_path):
     assert held_out(run, tmp_path, "--limit", "4", "--loops", "1") == few
 
 
+@pytest.mark.slow
 def test_depths_of_a_run_are_compared(run, tmp_path):
     found = held_out(run, tmp_path, "--limit", "18", "--loops", "1,3")["by_loops"]
     (text,) = compare_evaluations(tmp_path, tmp_path, (1, 3)).table()
@@ -117,6 +120,7 @@ def test_shards_with_another_tokenizer_are_refused(run, tmp_path, capsys):
     assert "its tokenizer is not that of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_separated_texts_are_documents_of_their_own(run, tmp_path):
     """As if each were a record of its own, and never mixed with the file as one document."""
     stories = ["alpha beta gamma\n", "delta epsilon\n", "zeta eta theta alpha\n"]
@@ -140,6 +144,7 @@ def test_separated_texts_are_documents_of_their_own(run, tmp_path):
     assert row["items"] == 3
 
 
+@pytest.mark.slow
 def test_only_the_last_texts_of_a_folder_are_compared(run, tmp_path):
     """Rows of the run, then a file, then the rows again: never both."""
     text, out = tmp_path / "text.txt", tmp_path / "out"
@@ -181,6 +186,7 @@ def test_suites_are_added_to_a_folder(run, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_moved_shards_are_named_and_others_refused(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     moved = shutil.move(copy / "data" / "0", tmp_path / "moved")

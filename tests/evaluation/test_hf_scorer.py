@@ -97,12 +97,14 @@ def test_loops_are_refused_without_a_loop(folder: Path):
         open_scorer(folder, [8])
 
 
+@pytest.mark.slow
 def test_options_of_parcae_models_are_refused(folder: Path, tmp_path: Path, capsys):
     for arguments in (["--state", "like-init"], ["--tokenizer", "x.json"], ["--best"]):
         assert cli.main(["eval", str(folder), "--out", str(tmp_path), *arguments]) == 2
         assert arguments[0].strip("-") in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_another_model(folder: Path):
     """With other merges, the same weights read other tokens."""
     scorer = HFScorer.open(str(folder))

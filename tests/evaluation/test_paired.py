@@ -67,6 +67,7 @@ def test_the_sign_test_is_that_of_scipy(counts):
     assert sign_test(*counts) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_ratio_has_the_error_that_resampling_shows():
     chance = random.Random(5)
     sizes = [chance.randint(10, 3000) for _ in range(300)]
@@ -302,6 +303,7 @@ def test_scores_have_the_error_of_their_items(tmp_path):
     assert stats.trim_mean([error for _, error in drawn], 0.1) == pytest.approx(spread, rel=0.15)
 
 
+@pytest.mark.slow
 def test_items_of_one_side_are_printed(checkpoint, task_folder, tmp_path, capsys):
     for name, arguments in (("a", ["lambada,wikitext"]), ("b", ["lambada", "--limit", "4"])):
         out = ["--out", str(tmp_path / name), "--task-data", str(task_folder), "--loops", "1"]

@@ -66,6 +66,7 @@ def test_its_spectral_radius_is_the_largest_decay(trained):
     assert injection.stability == "stable"
 
 
+@pytest.mark.slow
 def test_its_products_are_counted(trained):
     """As those of the diagonal injection: a matrix B once per forward."""
     config = trained.model.config

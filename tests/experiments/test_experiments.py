@@ -184,6 +184,7 @@ def test_the_form_of_curves_is_recognised():
     assert not set(power) & agree
 
 
+@pytest.mark.slow
 def test_an_optimum_above_one_loop_that_grows_with_the_budget():
     results = results_of("isoflop")
     for row in results.rows:  # parabolas whose optimum is 2.5 loops at first, and grows as C^0.4
@@ -198,6 +199,7 @@ def test_an_optimum_above_one_loop_that_grows_with_the_budget():
     assert claims[3].evidence == "w32: 1 to 1, 1 to 1, by seed"
 
 
+@pytest.mark.slow
 def test_the_interval_of_a_crossing_contains_it_as_often_as_it_says():
     rng = np.random.default_rng(0)
     x = np.log10([1e11, 2.5e11, 6e11] * 3)
@@ -224,6 +226,7 @@ def test_the_unified_law_is_recovered(tmp_path):
     assert CATALOGUE["unified"].draw(results, tmp_path / "unified.png").exists()
 
 
+@pytest.mark.slow
 def test_accuracy_grows_from_one_loop_to_eight():
     claims = CATALOGUE["reasoning"].claims(results_of("reasoning"))
     assert claims[0].verdict == "shown"

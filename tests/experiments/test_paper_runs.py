@@ -40,6 +40,7 @@ def test_without_the_input_embedding_the_errors_are_others(size, error):
     assert found / paper.measured_loss("parcae", size) - 1 == pytest.approx(error, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_parameter_efficiency_as_the_paper_prints_it():
     shares = {(gap.looped, gap.score): gap.share for gap in gap_shares(paper_table())}
     core = [share for (_, score), share in shares.items() if score == "core"]

@@ -47,6 +47,7 @@ def test_positive_differences(values, verdict):
     assert positive(values) == verdict
 
 
+@pytest.mark.slow
 @given(st.lists(FINITE, min_size=2, max_size=6))
 def test_the_interval_is_students(values):
     mean, half = interval(values)
@@ -55,6 +56,7 @@ def test_the_interval_is_students(values):
         assert (mean - half, mean + half) == pytest.approx((t.low, t.high), abs=1e-9)
 
 
+@pytest.mark.slow
 @given(st.lists(FINITE, min_size=1, max_size=6))
 def test_the_opposite_claim_gets_the_opposite_verdict(values):
     verdict = positive(values)

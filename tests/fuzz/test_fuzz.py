@@ -10,17 +10,10 @@ from fuzz.campaign import fuzz
 from fuzz.targets import TARGETS
 
 CASES = 25
-FAST = {target.name for target in TARGETS if target.weight >= 0.5}
-"""A reader that takes long has a small share of a campaign."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs an alarm and limits of memory")
-@pytest.mark.parametrize(
-    "target",
-    [
-        pytest.param(target, id=target.name, marks=[] if target.name in FAST else pytest.mark.slow)
-        for target in TARGETS
-    ],
-)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_only_documented_errors(target):
     assert fuzz([target], CASES, seed=1)[target.name] == []

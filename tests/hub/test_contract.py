@@ -126,6 +126,7 @@ def test_crop_takes_tokens_back(theirs):
     torch.testing.assert_close(after, theirs(tokens).logits[:, 4:], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_half_precision(ours):
     theirs = in_transformers(ours).to(torch.bfloat16)
     text = theirs.generate(random_tokens(2, 5), **GREEDY)
@@ -317,6 +318,7 @@ def test_attention_functions_can_be_changed(ours, theirs):
     assert seen == [(slot, "passed") for slot in order]
 
 
+@pytest.mark.slow
 def test_flex_attention(ours):
     """Also with depths of rows, though its masks cannot be indexed by row."""
     model = in_transformers(ours, attn_implementation="flex_attention")
@@ -370,6 +372,7 @@ def test_all_weights_can_be_filled(theirs, init):
         assert filled[name].std() == pytest.approx(tensor.std().item(), rel=0.2, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_the_body_loads_into_the_model_with_a_head_and_back(theirs, tmp_path):
     theirs.model.save_pretrained(tmp_path / "body")
     with_head, info = ParcaeForCausalLM.from_pretrained(tmp_path / "body", output_loading_info=True)

@@ -160,6 +160,7 @@ def test_number_formats(checkpoint, tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DATA is None, reason="PARCAE_TEST_DATA is not set")
 @pytest.mark.parametrize("name", ["parcae-tiny", "rdm-prenorm-tiny", "gpt-tiny"])
 def test_a_release_folder_through_import_and_transformers(name, tmp_path):

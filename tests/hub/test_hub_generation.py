@@ -80,6 +80,7 @@ def test_without_a_prompt(ours):
     )
 
 
+@pytest.mark.slow
 def test_continuing_from_a_cache(theirs):
     """From a cache of the forward, and of `generate`: the texts and caches of one call."""
     tokens = random_tokens(1, 6)
@@ -100,6 +101,7 @@ def test_continuing_from_a_cache(theirs):
         torch.testing.assert_close(layer.values, expected.values, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_left_padding_changes_nothing(theirs):
     long, short = random_tokens(1, 9), random_tokens(1, 5, seed=1)
     batch = torch.zeros(2, 9, dtype=torch.long)
@@ -113,6 +115,7 @@ def test_left_padding_changes_nothing(theirs):
     assert torch.equal(given[:, 9:], texts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loops", [2, 6])
 def test_beams_with_and_without_a_cache(theirs, loops):
     options = {**GREEDY, "num_beams": 3, "num_loops": loops, "num_return_sequences": 2}
@@ -135,6 +138,7 @@ def test_assisted_decoding_is_greedy_decoding(theirs, assistant):
     assert sampled.shape == (1, 10)
 
 
+@pytest.mark.slow
 def test_assisted_decoding_at_another_depth(theirs):
     tokens = random_tokens(1, 6)
     expected = theirs.generate(tokens, num_loops=6, **GREEDY)
@@ -150,6 +154,7 @@ def test_prompt_lookup_is_greedy_decoding(theirs):
     assert torch.equal(theirs.generate(tokens, prompt_lookup_num_tokens=3, **GREEDY), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loops", [None, 6])
 def test_static_cache(theirs, loops):
     """The texts of a dynamic cache; slots for every layer pass and as long as the text."""

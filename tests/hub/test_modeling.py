@@ -32,6 +32,7 @@ EXTRA = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *EXTRA])
 def test_logits_agree(kind):
     """At several depths; whole, from a cache, with padding on either side."""
@@ -39,6 +40,7 @@ def test_logits_agree(kind):
     check_logits(ours, in_transformers(ours))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parcae", "rdm", "transformer"])
 def test_logits_of_the_modelling_file_agree(kind):
     """The file that exported and saved folders have, which imports nothing of this package."""

@@ -133,6 +133,7 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
     assert "2.20 of 6 loops per token\n█" + "▃" * 19 in said
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text(capsys, model, folder):
     whole = spell(expected(model, max_new_tokens=30))
     stop = whole[8:10]

@@ -71,6 +71,7 @@ def test_a_full_context_ends_the_text_as_in_the_engine():
             call(model, range(40), max_new_tokens=1) if call is generate else call(range(40))
 
 
+@pytest.mark.slow
 def test_top_k_of_one_is_greedy():
     model = randomised(KINDS["parcae"])
     greedy = generate(model, PROMPT, max_new_tokens=6, temperature=0)
@@ -79,6 +80,7 @@ def test_top_k_of_one_is_greedy():
     assert generate(model, PROMPT, max_new_tokens=6, min_p=1.0, seed=9) == greedy
 
 
+@pytest.mark.slow
 def test_a_penalty_looks_at_prompt_and_text():
     model = randomised(KINDS["parcae"])
     tokens = list(PROMPT)

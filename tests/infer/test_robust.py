@@ -79,6 +79,7 @@ def test_a_default_type_is_not_for_the_layers():
     assert [m.tokens for m in made] == texts(model)
 
 
+@pytest.mark.slow
 def test_several_threads_use_one_engine():
     model = model_of("parcae")
     engine = Engine(model, max_batch_size=3)
@@ -92,6 +93,7 @@ def test_several_threads_use_one_engine():
     assert found == [expected[number % 4] for number in range(24)]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_prompts_are_read_damages_nobody():
     model = model_of("parcae")
     engine, expected = Engine(model, backend="torch"), texts(model)
@@ -136,6 +138,7 @@ def test_shared_slots_do_not_hoard_rows():
     assert engine.cache.rows == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_at_once_waits(monkeypatch):
     model = model_of("parcae")
     engine = Engine(model, max_batch_size=16)

@@ -50,6 +50,7 @@ def test_a_text_goes_on_from_where_it_ended():
     assert made.tokens == fresh(longer, **OPTIONS).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 8])
 def test_a_prefix_of_many_is_read_once(rows):
     engine, passes = counted(max_batch_size=rows)

@@ -91,6 +91,7 @@ def test_a_seed_is_a_text_by_every_path(filters):
     assert engine.generate(PROMPTS[0], **{**options, "seed": 5}).tokens != alone[0]
 
 
+@pytest.mark.slow
 def test_rows_without_a_step_are_left_alone():
     """Their contents are reused later: neither free rows nor rows of other requests are written."""
     model = model_of("parcae")
@@ -178,6 +179,7 @@ def test_a_step_reads_nothing_back(kind):
     assert mode.calls > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["parcae", "rdm"])
 def test_a_step_on_another_device_leaves_nothing_on_the_cpu(kind):
     """The meta device stands for an accelerator: it computes shapes, and refuses to be read."""

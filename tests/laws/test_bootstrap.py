@@ -82,6 +82,7 @@ def test_bootstrap_samples_scatter_around_the_fit_and_repeat_with_the_seed(unifi
     assert not np.array_equal(drawn.values["E"], other.values["E"])
 
 
+@pytest.mark.slow
 def test_bootstrap_samples_equal_fits_of_the_same_data(unified):
     """The batch of warm starts against one fit from random starts."""
     drawn = bootstrap(unified, 3, seed=1)
@@ -120,6 +121,7 @@ def test_goodness_by_hand():
     assert 1 < scores.condition < 1e8
 
 
+@pytest.mark.slow
 def test_a_budget_left_out_is_predicted_by_the_others():
     points, budget = grid()
     errors = leave_one_budget_out(TRAINING, points, budget, QUICK)
@@ -145,6 +147,7 @@ def test_noise_that_hides_the_law_is_a_warning():
     assert "training: x is not identified: its interval is" in messages
 
 
+@pytest.mark.slow
 def test_a_term_that_explains_nothing_is_a_warning():
     points, _ = grid()
     flat = replace(points, loss=2.6 + 5e5 * points.effective_params**-0.77)

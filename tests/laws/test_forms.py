@@ -139,6 +139,7 @@ def test_rows_may_have_targets_of_their_own(some_points):
         assert problem.take(np.array([row]))(theta)[0][0] == pytest.approx(both[row])
 
 
+@pytest.mark.slow
 def test_nothing_of_it_imports_torch():
     script = (
         "import sys, parcae.laws.fit, parcae.laws.predict, parcae.laws.figures\n"

@@ -43,6 +43,7 @@ def quadratic(condition, shifts=None, size=6):
     )
 
 
+@pytest.mark.slow
 def test_every_start_reaches_the_bottom_of_rosenbrocks_valley():
     starts = np.random.default_rng(1).uniform(-2, 2, (5, 60))
     found = minimise(ROSENBROCK, starts, Schedule(slope=1e-8, decrease=0))

@@ -74,6 +74,7 @@ def test_beyond_mu_is_judged_only_where_enough_lies_before_it():
     assert scores[0].beyond is None
 
 
+@pytest.mark.slow
 def test_the_floor_is_near_the_loss_at_mu(several):
     found = recovery(fit_curves(EXPONENTIAL, several))
     assert found.curves == 5

@@ -75,6 +75,7 @@ def test_budgets_are_grouped_where_steps_are_whole():
     assert groups[0] == pytest.approx(1e18, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_n_and_flops_are_lines_through_the_table():
     shape = runs_of_model(paper_table(), "parcae-140m").cost
     for loops in (1, 2, 3, 7, 12, 20):
@@ -146,6 +147,7 @@ def test_one_depth_is_refused():
         fit_rows(rows)
 
 
+@pytest.mark.slow
 def test_a_single_t_is_refused_for_curves():
     one = fit_rows(rows_of())
     assert "single test_loops, so there is no curve" in one.not_fitted["test-time"]
@@ -219,6 +221,7 @@ def test_losses_that_never_change_are_no_law():
     assert not model.parabolas
 
 
+@pytest.mark.slow
 def test_what_the_training_law_lacks_the_unified_one_lacks_too():
     """Four runs at five T: enough losses, too few runs."""
     rows = list(rows_of((1e18, 2e18), (2, 4), test_loops=(1, 2, 4, 6, 8)))
@@ -266,6 +269,7 @@ def test_a_grid_of_learning_rates_is_not_taken_for_repeats():
     assert not any("differ in" in message for message in fit_rows(seeds).warnings)
 
 
+@pytest.mark.slow
 def test_a_transformer_without_its_loss_closes_no_gap():
     rows = list(rows_of())
     baseline = {**rows[0], "mean_loops": 1, "test_loops": 1}

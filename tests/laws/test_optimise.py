@@ -134,6 +134,7 @@ def test_halving_keeps_the_best():
     assert halve(8, values[:100]) is None
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_fit_and_another_the_same_optimum(grids):
     law, points = grids["training", "parcae-140m"]
     first, again = fit_law(law, points), fit_law(law, points)

@@ -96,6 +96,7 @@ def test_micro_batch_draws_share_one_depth():
     assert len({*firsts}) > 3
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), st.integers(0, 2**40), st.integers(0, 10**6), st.data())
 def test_rows_draw_the_same_whoever_holds_them(world, seed, step, data):
     loop = LoopConfig(mean_loops=8)
@@ -107,6 +108,7 @@ def test_rows_draw_the_same_whoever_holds_them(world, seed, step, data):
         assert theirs.loops == tuple(alone.loops[i] for i in mine)
 
 
+@pytest.mark.slow
 def test_draws_by_row_follow_the_same_law_and_change_with_every_key():
     loop = LoopConfig(mean_loops=8)
     by_row = [sample_rows(loop, 0, step, range(64)).loops for step in range(150)]

@@ -38,6 +38,7 @@ def counted(model, run) -> int:
     return counter.total
 
 
+@pytest.mark.slow
 def test_our_adder_agrees_with_flop_counter_mode():
     config = KINDS["addition"]
     tokens, _ = batch(config)
@@ -70,6 +71,7 @@ def test_forward(kind, loops):
     assert counted(create(config), run) == ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_pass_with_mixed_depths(kind):
     config = KINDS[kind]

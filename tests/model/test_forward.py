@@ -98,6 +98,7 @@ def test_bad_settings(model, settings, error):
         model(TOKENS, **settings)
 
 
+@pytest.mark.slow
 def test_int32_tokens_and_ignored_targets(model):
     targets = TOKENS.clone()
     targets[0] = -100
@@ -229,6 +230,7 @@ def test_states_are_the_numbers_of_torchs_truncated_normal(length, width):
             assert torch.equal(state, expected)
 
 
+@pytest.mark.slow
 def test_wide_state_and_any_placement_of_the_loop():
     for changes in (
         {"state_width": 64, "state_heads": 4},

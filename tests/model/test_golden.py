@@ -79,6 +79,7 @@ def any_release(request):
     return request.getfixturevalue("shared_data") / "fixtures" / request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*LOOPED, "gpt-tiny"])
 def test_logits_loss_and_every_gradient(name, shared_data):
     folder = shared_data / "fixtures" / name

@@ -116,6 +116,7 @@ def test_row_loops_executed_equal_row_loops_needed(with_gradient):
     assert len(executed) == 9  # with gradient: 7 passes without it, then 2 with it
 
 
+@pytest.mark.slow
 def test_every_sequence_gets_exactly_its_gradient_loops():
     """Perturb the core after m loops: the loss gradient must see the last k loops and no others.
 

@@ -138,6 +138,7 @@ def test_folders_that_cannot_be_compared(tmp_path):
         parcae.compare()
 
 
+@pytest.mark.slow
 def test_the_command(folders, capsys):
     arguments = ["compare", *map(str, folders)]
     assert main([*arguments, "--format", "latex"]) == 0

@@ -7,6 +7,7 @@ import pytest
 from parcae.report import loop_figure
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "trend"), [(2.5, "falls, then saturates"), (3.5, "does not fall: train longer")]
 )

@@ -89,6 +89,7 @@ def test_every_number_of_the_result_is_shown(one):
     assert "validation loss 2.949 at T = 8, 3.516 at T = 1" in reader.text
 
 
+@pytest.mark.slow
 def test_a_run_is_called_by_where_it_stands(one):
     """`run` alone, as the demo's is called, would say nothing."""
     folder, content, _ = one

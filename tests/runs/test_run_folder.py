@@ -66,6 +66,7 @@ def run(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_by_step(run, tmp_path):
     assert [path.name for path in list_checkpoints(run)] == [
         "step-00000009",
@@ -93,6 +94,7 @@ def test_without_a_validation_the_best_is_the_newest(tmp_path):
     assert find_checkpoint(tmp_path, best=True) == checkpoint_path(tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_load_takes_a_run_and_a_checkpoint_and_a_model_folder(run, tmp_path):
     weights = {step: load(checkpoint_path(run, step)).embed.weight for step in (100, 1000)}
     assert not torch.equal(weights[100], weights[1000])

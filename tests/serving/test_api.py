@@ -83,6 +83,7 @@ def test_prompts_and_n_are_choices_in_order_with_successive_seeds(http, plain_en
         assert "".join(part["text"] for part in parts) == text
 
 
+@pytest.mark.slow
 def test_ids_echo_stop_and_a_random_seed(http, plain_engine):
     ids = list(plain_engine.encode("import "))
     given = {"max_tokens": 8, "seed": 1, "temperature": 0}
@@ -373,6 +374,7 @@ def test_a_client_that_leaves_frees_its_row(slow_server, stream):
     assert scheduler.metrics.tokens < 50
 
 
+@pytest.mark.slow
 def test_a_full_queue_answers_429_with_retry_after(slow_server):
     client, scheduler, gate = slow_server
     body = {"prompt": "a", "max_tokens": 4}
@@ -409,6 +411,7 @@ def test_an_error_after_the_first_token_is_an_event(slow_server):
     assert json.loads(last[6:])["error"]["code"] == "timeout"
 
 
+@pytest.mark.slow
 def test_a_stopping_server_answers_503(slow_server):
     client, scheduler, _ = slow_server
     scheduler.drain()
@@ -417,6 +420,7 @@ def test_a_stopping_server_answers_503(slow_server):
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
 
 
+@pytest.mark.slow
 def test_the_default_depth_is_within_the_limit(plain_engine):
     app = make_app(max_loops=2)
     with client_of(app) as client:
@@ -427,6 +431,7 @@ def test_the_default_depth_is_within_the_limit(plain_engine):
         assert len(client.post("/v1/trace", json={"prompt": "def "}).json()["loops"]) == 2
 
 
+@pytest.mark.slow
 def test_a_request_larger_than_the_cache_is_refused():
     app = make_app(cache_gib=1e-5)
     with listening(app) as url:

@@ -106,6 +106,7 @@ def test_errors_are_the_clients_own(client):
         call(model="tiny", prompt="a", presence_penalty=1.5)
 
 
+@pytest.mark.slow
 def test_errors_of_the_server_are_the_clients_own():
     app = make_app(api_keys=["right"])
     model = app.state.models["tiny"]
@@ -131,6 +132,7 @@ def test_errors_of_the_server_are_the_clients_own():
                 client.completions.create(**body)
 
 
+@pytest.mark.slow
 def test_langchain(server_url, plain_engine):
     options = {"base_url": f"{server_url}/v1", "api_key": "none", "model": "tiny"}
     text = OpenAI(**options, max_tokens=10, seed=4, temperature=1.0)

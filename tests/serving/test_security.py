@@ -59,6 +59,7 @@ def test_other_origins_are_refused_and_never_allowed(guarded, origin, status):
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "status"),
     [
@@ -173,6 +174,7 @@ def test_other_addresses_need_a_key(host, expected):
             serve("nothing", host=host)
 
 
+@pytest.mark.slow
 def test_a_slow_body_is_given_up(monkeypatch):
     from parcae.serving import security
     from serving_fixtures import listening

@@ -190,6 +190,7 @@ def test_a_text_that_takes_too_long_to_finish_ends_with_an_error(monkeypatch, ca
     assert not caplog.records, "nothing is cancelled, and no trace is logged"
 
 
+@pytest.mark.slow
 def test_the_number_of_connections_is_limited(monkeypatch):
     monkeypatch.setattr(Connection, "limit", 2)
     stopping = Stopping(monkeypatch)

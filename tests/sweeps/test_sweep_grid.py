@@ -38,6 +38,7 @@ def entries_multiplied(config, loops, gradient_loops):
     return 3 * outside + (loops - gradient_loops) * inside + 3 * gradient_loops * inside
 
 
+@pytest.mark.slow
 def test_tokens_are_those_a_count_by_hand_gives():
     grid = Grid(flops=(2e9, 5e9), mean_loops=(1, 2, 3, 6))
     runs = plan_sweep(RECIPE, grid)

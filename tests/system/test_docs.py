@@ -159,6 +159,7 @@ def test_links_resolve(page):
             assert not page.is_relative_to(docs) or path.is_relative_to(docs), target
 
 
+@pytest.mark.slow
 def test_every_symbol_and_test_of_the_paper_map_exists():
     text = (ROOT / "docs" / "paper-map.md").read_text()
     code = "\n".join(p.read_text() for p in (ROOT / "src").rglob("*.py"))

@@ -30,6 +30,7 @@ def resume(recipe: Recipe, run) -> dict:
     return train(recipe, run, resume=True)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_before_the_first_step(damaged):
     recipe, run, shard = damaged
     before = (run / "metrics.jsonl").read_bytes()
@@ -38,6 +39,7 @@ def test_a_flipped_bit_is_found_before_the_first_step(damaged):
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_who_trusts_the_disk_can_leave_it_out(damaged):
     recipe, run, _ = damaged
     assert resume(runs.changed(recipe, data={"verify": False}), run).status == "finished"

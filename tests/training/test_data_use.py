@@ -65,6 +65,7 @@ def test_epochs_are_those_the_loader_counts(tmp_path):
     assert use.epochs == pytest.approx(rows / loader.plans[0].block(0, 0).rows)
 
 
+@pytest.mark.slow
 def test_cropping_is_warned_of_with_the_remedy(tmp_path, capsys):
     recipe = runs.recipe(write_long(tmp_path), data={"split_long": False}, budget={"steps": 1})
     train(recipe, tmp_path / "run")

@@ -156,6 +156,7 @@ def test_persistent_ones_stop_the_run_and_keep_the_last_good_checkpoint(
     assert steps == list(range(1, 21)), "each step once, those that were skipped taken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("telemetry", [0, 5])
 def test_the_diagnosis_names_the_spectral_radius(telemetry, text, tmp_path, monkeypatch):
     real = Workers.initialise
@@ -198,6 +199,7 @@ def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
     assert all(p.isfinite().all() for p in parcae.load(kept).parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [4, 20])
 def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path):
     """The loss and gradient of each step are finite; its update is not. With 4 steps the run ends

@@ -174,6 +174,7 @@ def test_a_tokenizer_larger_than_the_model(write, fails, text, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_shards_prepared_with_another_tokenizer(write, fails, text, tmp_path):
     for size in (280, 290):
         folder = tmp_path / str(size)
@@ -224,6 +225,7 @@ def test_without_enough_held_out_documents_a_run_works(documents, tmp_path, text
     assert "there is no validation" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run(write, fails, tmp_path):
     recipe, run = write(budget={"steps": 3}), tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
@@ -243,6 +245,7 @@ def test_nothing_to_resume(fails, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_second_process_on_the_same_folder(write, fails, tmp_path):
     recipe, run = write(budget={"steps": 3}), tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
@@ -296,6 +299,7 @@ def test_an_error_inside_a_run_is_not_blamed_on_its_folder(text, tmp_path, monke
         train(runs.recipe(text), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_source_may_go_once_a_run_has_trained(write, text, tmp_path):
     source, run = tmp_path / "mine.jsonl", tmp_path / "run"
     source.write_bytes(text.read_bytes())

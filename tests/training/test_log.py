@@ -148,6 +148,7 @@ def test_trackers_are_told_what_the_file_is_told(trackers, text, tmp_path):
         assert all(isinstance(v, float) for _, numbers in tracker.told for v in numbers.values())
 
 
+@pytest.mark.slow
 def test_a_tracked_run_that_is_resumed_is_the_same_run(trackers, text, tmp_path):
     recipe = runs.recipe(text, budget={"steps": 3}, run={"trackers": ["wandb"]})
     train(recipe, tmp_path / "mine")

@@ -110,6 +110,7 @@ def test_another_number_of_threads_is_announced(killed, monkeypatch, capsys):
     assert f"The run had {threads} threads and now has {threads + 1}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

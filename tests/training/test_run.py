@@ -36,6 +36,7 @@ def test_a_result_is_what_result_json_says(finished):
     assert result.losses[3] == result.validation[3]["loss"]
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_per_step_and_plain_columns(finished):
     rows = finished[1].table()
     assert [row["step"] for row in rows] == [1, 2]
@@ -101,6 +102,7 @@ def test_a_refused_resume_keeps_the_result(finished, tmp_path):
     assert read_result(run).status == "finished"
 
 
+@pytest.mark.slow
 def test_a_restart_of_torchrun_continues_the_run(finished, tmp_path, monkeypatch):
     """The same command: processes that are started again do not refuse what they began."""
     recipe, result = finished

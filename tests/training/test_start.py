@@ -62,6 +62,7 @@ def test_step_0_has_the_weights_and_the_loss_of_the_source(base, tuned):
     assert losses == {str(t): pytest.approx(loss.loss) for t, loss in expected.items()}
 
 
+@pytest.mark.slow
 def test_optimiser_schedule_and_data_are_new(base, tuned):
     assert tuned.steps == 4
     assert runs.lines(tuned.folder, "train", "lr")[0] == runs.lines(base, "train", "lr")[0]

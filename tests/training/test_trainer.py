@@ -366,6 +366,7 @@ def test_the_display_takes_what_comes(capsys):
     assert "into runs/[bold]x[/italic] :smile:" in said
 
 
+@pytest.mark.slow
 def test_a_model_that_blows_up_when_it_is_sampled_has_a_result_all_the_same(
     text, tmp_path, monkeypatch
 ):
