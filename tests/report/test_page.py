@@ -68,6 +68,9 @@ def report(*folders, out=None) -> tuple[str, Reader]:
     return content, reader
 
 
+pytestmark = pytest.mark.slow  # for all of them a report is drawn
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     folder = fakes.looped_run(tmp_path_factory.mktemp("one") / "demo")
