@@ -210,7 +210,7 @@ def test_the_interval_of_a_crossing_contains_it_as_often_as_it_says():
     assert sum(c.low <= 13 <= c.high for c in crossings) == pytest.approx(950, abs=25)
     exact = find_crossing([(11, -2), (12, -1), (12.5, -0.5)])
     assert [exact.at, exact.low, exact.high] == pytest.approx([13, 13, 13], abs=1e-3)
-    assert describe_crossing(exact) == "crossing near 1e+13 FLOPs (1e+13 to 1e+13)"
+    assert describe_crossing(exact) == "crossing near 1e13 FLOPs (1e13 to 1e13)"
     falling = find_crossing([(11, -1), (12, -2), (13, -3)])
     assert describe_crossing(falling) == "no crossing in sight"
     unsure = [(11, -1), (12, -1.5), (13, -0.8)]

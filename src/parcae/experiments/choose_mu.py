@@ -64,7 +64,7 @@ class ChooseMu(Experiment):
         corrected, old = loss(4, 4, "corrected"), loss(4, 4, "old")
         return [
             Claim(
-                f"With mu_bwd = 4, mu_rec = {FIXED_MEAN} is no better than 8",
+                f"With mu_bwd = 4, mu_rec = {FIXED_MEAN} is worse than 8",
                 positive(gains),
                 f"{describe(gains, 4, PAIR)} nats higher",
             ),

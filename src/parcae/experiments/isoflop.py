@@ -101,7 +101,7 @@ class IsoFlop(Experiment):
                 if (exponent := power(results, shape, seed)) is not None
             ]
             growth.append(positive(exponents) if exponents else NOT_SHOWN)
-            missing = "no optimum within the runs at two budgets"
+            missing = "fewer than two budgets have a minimum between the tested mu"
             text = f"exponent {describe(exponents, 2)}" if exponents else missing
             growth_texts.append(f"{shape}: {text}")
         claims = [
@@ -337,7 +337,7 @@ def find_crossing(points: Sequence[tuple[float, float]]) -> Crossing | None:
 def describe_crossing(found: Crossing | None) -> str:
     if found is None or math.isinf(found.at):
         return "no crossing in sight"
-    low, high = (f"{10**value:.0e}" for value in (found.low, found.high))
+    at, low, high = (f"{10**x:.0e}".replace("e+", "e") for x in (found.at, found.low, found.high))
     bounds = f"at least {low}" if math.isinf(found.high) else f"{low} to {high}"
     where = "not bounded by these runs" if math.isinf(found.low) else bounds
-    return f"crossing near {10**found.at:.0e} FLOPs ({where})"
+    return f"crossing near {at} FLOPs ({where})"

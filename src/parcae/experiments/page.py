@@ -24,7 +24,8 @@ and a few beyond it, with the rule that decides each and the results so far at s
   below. *Shown*: the whole 95 % interval of the effect agrees with the claim. *Shown weakly*: every
   seed agrees, but the interval includes zero. *Contradicted*: the whole interval disagrees. *Not
   shown at this scale*: otherwise. Claims about a number of cases are *shown* if all agree, *shown
-  weakly* from three quarters on, and *contradicted* up to one quarter.
+  weakly* from three quarters on, and *contradicted* up to one quarter. A single case or seed shows
+  a claim weakly at best.
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
   batches, and at the same depths where these are sampled in the same way.
@@ -35,8 +36,10 @@ The page is written by `parcae reproduce`.
 
 
 SCALES = {
-    "micro": """Models of about 0.2 million parameters. A run on text takes 1,000 steps (a million
-  tokens), a run on a synthetic task 4,000 steps.""",
+    "micro": """Models of about 0.2 million parameters (0.03 to 0.8 million). Most runs on text take
+  1,000 steps (a million tokens): 400 or 500 for learning rates and mu, 4,000 where data are the
+  question; those at fixed FLOPs last as long as their budget. A run on a synthetic task takes 4,000
+  steps.""",
     "paper": "The models, tokens and FLOPs of the paper.",
     "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
 }
