@@ -23,6 +23,8 @@ from conftest import KINDS, randomised
 from hub_models import in_transformers, ours, random_tokens, theirs  # noqa: F401
 from parcae.hub.modeling_parcae import ParcaeForCausalLM, ParcaeModel
 
+pytestmark = pytest.mark.slow
+
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -26,6 +26,8 @@ from parcae.hub.import_model import download_model
 from parcae.hub.remote_code import remote_code
 from parcae.model.store import save
 
+pytestmark = pytest.mark.slow
+
 TEXTS = ["the cat sat on a mat", "one dog ran far away", "rain and light"]
 DATA = os.environ.get("PARCAE_TEST_DATA")
 

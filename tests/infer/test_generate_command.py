@@ -26,6 +26,8 @@ from parcae.infer.sequence import Meter, Piece, TextStream
 from parcae.model.store import save
 from reference import generate
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def main(argument):\n    return argument.value + other.value\n" * 4
 TOKENIZER = Tokenizer.train([TEXT], 280)
 CONFIG = tiny(vocab_size=TOKENIZER.vocab_size + 5, context_length=64)
