@@ -66,9 +66,12 @@ def test_a_library_of_another_user_is_not_loaded(cache, monkeypatch):
 def test_a_compiler_may_have_arguments_but_has_to_exist(cache, monkeypatch):
     monkeypatch.setenv("CXX", "env LANG=C g++")
     assert kernels._load().answer() == 42
-    kernels._load.cache_clear()
-    monkeypatch.setenv("CXX", "nowhere/g++")
-    assert "CXX=nowhere/g++ is not a program" in str(kernels._load())
+    for wrong in ("nowhere/g++", "g++ 'not ended"):
+        kernels._load.cache_clear()
+        monkeypatch.setenv("CXX", wrong)
+        assert f"CXX={wrong} is not a program" in str(kernels._load())
+    monkeypatch.setenv("CXX", " ")
+    assert kernels._compiler() is not None
 
 
 def test_the_version_of_a_compiler_need_not_be_utf8(cache, tmp_path, monkeypatch):

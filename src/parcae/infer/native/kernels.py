@@ -263,8 +263,12 @@ def _load() -> ctypes.CDLL | KernelsUnavailable:
 
 def _compiler() -> list[str] | None:
     """The command of the compiler; CXX may have arguments, as in "ccache g++"."""
-    chosen = os.environ.get("CXX")
-    commands = [[chosen], shlex.split(chosen)] if chosen else [["g++"], ["clang++"], ["c++"]]
+    chosen = os.environ.get("CXX", "").strip()
+    commands = [["g++"], ["clang++"], ["c++"]]
+    if chosen:
+        commands = [[chosen]]
+        with contextlib.suppress(ValueError):  # a quotation that does not end
+            commands.append(shlex.split(chosen))
     return next((command for command in commands if shutil.which(command[0])), None)
 
 
