@@ -192,6 +192,12 @@ def test_the_defaults_that_keys_rely_on():
     assert (FORMAT, digest) == (2, "c02373b8")
 
 
+def test_settings_of_muon_change_no_run_without_it():
+    changed = Scale("micro", overrides={"optimiser": {"muon_lr": 1e-3, "muon_momentum": 0.5}})
+    assert changed.rdm() == Scale("micro").rdm()
+    assert changed.text()["optimiser"]["muon_lr"] == 1e-3
+
+
 def test_scales_give_the_sizes_of_the_paper():
     scale = Scale("paper")
     assert scale.recipe(scale.text("parcae", "140m"), 0).model.width == 768
