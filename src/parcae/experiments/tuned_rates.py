@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 def _transformer_setup(scale: Scale, family: str, rate: float) -> Tree:
     """One rate for AdamW and Muon, and at micro scale four times the data."""
-    steps = LONGER.get(scale.name, 1) * scale.text()["budget"].get("steps", 0)
+    steps = LONGER.get(scale.name, (1,))[0] * scale.text()["budget"].get("steps", 0)
     budget = {"steps": steps} if steps else {}
     return scale.text(family, optimiser={"lr": rate, "muon_lr": rate}, budget=budget)
 
