@@ -106,6 +106,7 @@ def test_fingerprint_is_of_the_content(folder: Path, tmp_path: Path) -> None:
     assert ShardedDocuments.open(folder).bytes_per_token == 12 / 3
 
 
+@pytest.mark.slow
 def test_every_truncation_is_noticed(folder: Path) -> None:
     path = folder / "train-00000.shard"
     data = path.read_bytes()

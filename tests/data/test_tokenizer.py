@@ -117,6 +117,7 @@ def test_specials_have_fixed_ids_and_only_on_demand(tokenizer: Tokenizer, tmp_pa
     assert plain.encode_batch([text])[0].ids == tokenizer.encode(text)
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_same_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     path = tmp_path / "tokenizer.json"

@@ -64,6 +64,7 @@ def test_the_initial_state_can_be_drawn(run, tmp_path):
     assert drawn["by_loops"] == again["by_loops"] != zero["by_loops"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_rows_in_batches_of_eight(run):
     """Bit for bit: the sums of the batches are added in their order."""
     recipe = read_recipe(run)
@@ -224,6 +225,7 @@ def test_a_separator_needs_a_file_of_texts(run, capsys):
     assert "Give it with --val-data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_damaged_rows_and_settings_do_not_change_the_loss(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     before = held_out(copy, tmp_path / "before", "--loops", "1")

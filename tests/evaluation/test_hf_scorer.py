@@ -140,6 +140,7 @@ def test_a_bidirectional_model_is_refused(small_tokenizer):
                 HFScorer(model, tokenizer)
 
 
+@pytest.mark.slow
 def test_a_context_for_a_model_that_states_none(folder: Path):
     scorer = HFScorer.open(str(folder))
     silent = SimpleNamespace(

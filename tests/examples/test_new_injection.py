@@ -75,6 +75,7 @@ def test_its_products_are_counted(trained):
     assert flops.parameter_count(config) == flops.parameter_count(diagonal) - config.width
 
 
+@pytest.mark.slow
 def test_telemetry_measures_it(run, trained):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     measured = [line for line in lines if "spectral_radius" in line]

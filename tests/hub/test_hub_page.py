@@ -27,6 +27,7 @@ def console(program: str) -> list[list[str]]:
 
 
 @pytest.mark.skipif(DATA is None, reason="PARCAE_TEST_DATA is not set")
+@pytest.mark.slow
 def test_the_published_model(monkeypatch, tmp_path, capsys):
     """With a small model in the release's format in the place of the one on the hub."""
     import huggingface_hub

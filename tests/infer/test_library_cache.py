@@ -32,6 +32,7 @@ def cache(tmp_path, monkeypatch):
     kernels._load.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_truncated_library_is_compiled_again(cache):
     library = kernels._compiled()
     whole = library.read_bytes()

@@ -108,6 +108,7 @@ def test_no_request_makes_the_server_fail(http, request):
 @example(b'{"prompt": "a", "n": ' + b"1" * 10_000 + b"}")
 @example(b'{"prompt": "a", "seed": -Infinity}')
 @example(b'"\\ud800"')
+@pytest.mark.slow
 def test_no_bytes_make_the_server_fail(http, content):
     answer = http.post("/v1/completions", content=content, headers=JSON)
     assert answer.status_code == 400, answer.text

@@ -125,6 +125,7 @@ def test_the_number_of_requests_is_limited(monkeypatch):
         assert client.get("/v1/models").status_code == 200, "those that have ended do not count"
 
 
+@pytest.mark.slow
 def test_every_answer_has_the_headers_and_pages_run_no_other_code(guarded):
     policy = HEADERS["Content-Security-Policy"]
     assert "default-src 'none'" in policy

@@ -45,6 +45,7 @@ def test_who_trusts_the_disk_can_leave_it_out(damaged):
     assert resume(runs.changed(recipe, data={"verify": False}), run).status == "finished"
 
 
+@pytest.mark.slow
 def test_processes_share_the_reading(damaged):
     _, run, shard = damaged
     held_out = ShardedDocuments.open(run / "data" / "0", "validation")
@@ -53,6 +54,7 @@ def test_processes_share_the_reading(damaged):
         list(held_out.verify(rank=0, processes=2))
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_found(text, tmp_path):
     """One of the same size: its text would be another, and it would be copied to checkpoints."""
     recipe, run = runs.recipe(text, budget={"steps": 1}), tmp_path / "run"

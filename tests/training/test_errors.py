@@ -139,6 +139,7 @@ def test_what_to_train(fails, tmp_path, write):
     assert "not valid TOML" in fails(tmp_path / "bad.toml")
 
 
+@pytest.mark.slow
 def test_missing_data_can_be_put_right_in_the_same_folder(write, fails, text, tmp_path):
     """A folder that holds no step of training is not a run that blocks the way."""
     run = tmp_path / "run"
@@ -149,6 +150,7 @@ def test_missing_data_can_be_put_right_in_the_same_folder(write, fails, text, tm
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
 
 
+@pytest.mark.slow
 def test_what_another_attempt_prepared_is_not_used(write, fails, text, tmp_path):
     """The first attempt trains a tokenizer of 300 entries and fails later."""
     run = tmp_path / "run"
@@ -271,6 +273,7 @@ def test_a_read_only_folder(write, fails, tmp_path):
     assert "Choose another folder" in error
 
 
+@pytest.mark.slow
 def test_a_run_on_a_disk_that_became_read_only(write, fails, tmp_path):
     recipe, run = write(budget={"steps": 3}), tmp_path / "run"
     assert cli.main(["train", str(recipe), "--out", str(run)]) == 0
@@ -372,6 +375,7 @@ def test_two_processes_end_together(changes, messages, write, tmp_path):
         assert "Traceback" not in log.read_text()
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_run_reads_back(text, tmp_path):
     recipe = runs.recipe(text, budget={"steps": 2})
     train(recipe, tmp_path / "run")
@@ -400,6 +404,7 @@ def test_a_run_goes_on_from_another_folder(text, tmp_path, monkeypatch):
     assert cli.main(["train", "--resume", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.slow
 def test_a_warm_up_beyond_the_run_is_said(tmp_path, text, capsys):
     recipe = runs.recipe(text, budget={"steps": 2}, schedule={"warmup_steps": 1000})
     train(recipe, tmp_path / "run")

@@ -193,6 +193,7 @@ def test_sinks_that_were_opened_are_closed_when_another_is_missing(trackers, tmp
     assert trackers["wandb"].ended == 1
 
 
+@pytest.mark.slow
 def test_a_tracker_that_fails_does_not_end_the_run(trackers, text, tmp_path, monkeypatch):
     def fail(self, *_):
         raise ConnectionError("no network")

@@ -136,6 +136,7 @@ def test_a_state_of_wrong_types(change, killed):
     assert "state.json" in str(error.value)
 
 
+@pytest.mark.slow
 def test_other_data_is_refused(killed, shards, tmp_path):
     run, other = killed, tmp_path / "other"
     text = runs.write_text(tmp_path, documents=50)

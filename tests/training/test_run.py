@@ -46,6 +46,7 @@ def test_the_table_has_a_row_per_step_and_plain_columns(finished):
     assert finished[1].table("telemetry") == []
 
 
+@pytest.mark.slow
 def test_a_recipe_may_be_a_file_a_dict_or_a_name(finished, tmp_path, monkeypatch):
     recipe, _ = finished
     path = tmp_path / "mine.toml"

@@ -144,6 +144,7 @@ def test_a_model_folder_and_another_loop(base, tables, tmp_path):
         ({"wdith": 32}, "model.wdith: no such key. Did you mean width?"),
     ],
 )
+@pytest.mark.slow
 def test_a_recipe_that_contradicts_the_weights(base, tables, table, message, tmp_path, capsys):
     recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
     recipe.write_text(write_toml(tables | {"model": table}))
