@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parcae.infer.defaults import TEMPERATURE
+from parcae.infer import TEMPERATURE
 from parcae.infer.request import check_prompt, check_whole
 from parcae.infer.sampling import Sampling, pick
 from parcae.model.base import LanguageModel

@@ -18,7 +18,7 @@ from parcae.commands import generation_output, repl
 from parcae.commands.generate import OPTIONS, unescape
 from parcae.config import LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.defaults import TEMPERATURE
+from parcae.infer import TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.network import open_network
 from parcae.infer.sampling import Sampling

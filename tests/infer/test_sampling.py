@@ -235,7 +235,7 @@ def test_logits_that_are_not_numbers(broken, temperature):
 def test_every_entry_point_has_one_default_temperature():
     import reference
     from parcae.commands.generate import OPTIONS
-    from parcae.infer.defaults import TEMPERATURE
+    from parcae.infer import TEMPERATURE
     from parcae.infer.engine import Engine
 
     signatures = (inspect.signature(call) for call in (Engine.request, reference.generate))

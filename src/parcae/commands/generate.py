@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parcae.device import DEVICE_HELP
-from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
+from parcae.infer import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 
 if TYPE_CHECKING:
     from parcae.infer.engine import Engine

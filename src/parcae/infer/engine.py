@@ -30,9 +30,8 @@ from typing import Any, overload
 from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.device import check_compiler
-from parcae.infer import decode
+from parcae.infer import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE, decode
 from parcae.infer.cache import Policy
-from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
 from parcae.infer.network import Backend, TorchNetwork, open_network

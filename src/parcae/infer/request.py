@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from parcae.config import MAX_LOOPS, ConfigError, ModelConfig, require
-from parcae.infer.defaults import DRAFT_TOKENS, MAX_NEW_TOKENS
+from parcae.infer import DRAFT_TOKENS, MAX_NEW_TOKENS
 from parcae.infer.exit import ExitRule
 from parcae.infer.sampling import Sampling
 from parcae.schema import require_range

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from parcae.config import require
-from parcae.infer.defaults import TEMPERATURE
+from parcae.infer import TEMPERATURE
 from parcae.rng import keyed_generator
 
 TOP_P_CANDIDATES = 512

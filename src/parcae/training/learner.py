@@ -12,8 +12,8 @@ from torch import Tensor
 from parcae.config import require
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.loss import LossByLoops, Totals, totals_by_loops
+from parcae.infer import TEMPERATURE
 from parcae.infer.cache import CacheTooLarge
-from parcae.infer.defaults import TEMPERATURE
 from parcae.infer.engine import Engine
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model import build
