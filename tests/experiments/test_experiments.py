@@ -272,6 +272,27 @@ def test_the_scale_of_the_paper_plans_its_models():
         assert list(experiment.runs(scale)) or name == "tokenizer"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["choose-mu", "per-sequence"])
+def test_claims_and_figures_of_the_papers_grids(name, tmp_path):
+    experiment = CATALOGUE[name]
+    rows = []
+    for run in experiment.runs(Scale("paper", seed_count=2)):
+        assert run.labels.get("mu", 8) in run.recipe.run.validation_loops
+        better = run.labels.get("draw") == "per sequence" or run.labels.get("mu", 20) < 20
+        losses = {str(t): 2.0 if better else 2.5 for t in run.recipe.run.validation_loops}
+        measured = {"losses": losses, "spikes": 0 if better else 3, "core_minutes": 1.0}
+        telemetry = {"step": [1], "residual": [0.1 if better else 0.2]}
+        rows.append({**run.labels, **measured, "telemetry": telemetry})
+    results = Results(rows, len(rows))
+    first = experiment.claims(results)[0]
+    assert first.verdict == "shown", first
+    columns, table = experiment.table(results)
+    assert len(table) == {"choose-mu": 10, "per-sequence": 4}[name]
+    assert {len(row) for row in table} == {len(columns)}
+    assert experiment.draw(results, tmp_path / "figure.png").stat().st_size > 0
+
+
 def test_tokenizers_are_compared_without_training(tmp_path, monkeypatch):
     experiment = CATALOGUE["tokenizer"]
     assert experiment.claims(results_of("tokenizer"))[0].verdict == "shown weakly"

@@ -119,14 +119,17 @@ class LrRobustness(Experiment):
             for across, model in enumerate(MODELS):
                 for down, (kind, column, ylabel) in enumerate(columns):
                     panel = grid[down][across]
+                    if across:
+                        panel.sharey(grid[down][0])
                     for colour, lr in zip(plotting.shades(len(rates)), rates, strict=True):
                         for number, row in enumerate(results.where(model=model, lr=lr)):
                             label = f"{lr:g}" if number == 0 else None
                             panel.plot(
                                 *series(row, kind, column), color=colour, lw=1.2, label=label
                             )
-                    panel.set_ylabel(ylabel)
-                    if column == "state_norm":
+                    if not across:
+                        panel.set_ylabel(ylabel)
+                    if kind == "telemetry":
                         panel.set_yscale("log")
                     if column == "spectral_radius":
                         panel.axhline(1, color=plotting.LIGHT_GREY, lw=1)

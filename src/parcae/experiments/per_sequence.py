@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from parcae import plotting
 from parcae.experiments.ablation_ladder import STEPS
 from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
 from parcae.experiments.figures import draw_loss_by_loops, draw_over_training, series
 from parcae.experiments.scales import TEST_LOOPS, Scale
-from parcae.experiments.verdicts import Claim, describe, differences, lower
+from parcae.experiments.verdicts import Claim, Verdict, describe, differences, lower, together
 
 LOOPS = (1, 4, 8, 16)
 DRAWS = {
@@ -19,6 +20,9 @@ DRAWS = {
     "per sequence": STEPS["+ per-sequence sampling"],
 }
 """Two steps of the ladder: Parcae of the RDM setup has no prelude norm either."""
+
+Pair = tuple[dict[int, float], dict[int, float]]
+"""Values by seed, per sequence and per micro-batch."""
 
 
 class PerSequence(Experiment):
@@ -33,69 +37,83 @@ class PerSequence(Experiment):
     core_hours = 0.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
+        if scale.name == "paper":
+            plan = itertools.product(scale.seeds, scale.rdm_sizes, DRAWS.items())
+            for seed, size, (draw, model) in plan:
+                recipe = scale.recipe(scale.rdm("parcae-rdm", size, model=model), seed)
+                yield Run(recipe, {"draw": draw, "size": size, "seed": seed})
+            return
         for seed, (draw, model) in itertools.product(scale.seeds, DRAWS.items()):
             recipe = scale.recipe(scale.text(model=model), seed)
             yield Run(recipe, {"draw": draw, "seed": seed})
 
     def claims(self, results: Results) -> list[Claim]:
+        sizes = _sizes(results)
         batch, sequence = DRAWS
 
         def gain(loops: int) -> str:
-            values = differences(
-                results.loss(loops, draw=batch), results.loss(loops, draw=sequence)
-            )
-            return f"T = {loops}: {describe(values)} nats"
+            parts = [differences(*_losses(results, loops, size)[::-1]) for size in sizes]
+            return f"T = {loops}: {'; '.join(map(describe, parts))} nats"
 
-        at = {
-            loops: (results.loss(loops, draw=sequence), results.loss(loops, draw=batch))
-            for loops in LOOPS
-        }
-        residuals = [last(results, draw, "residual") for draw in (sequence, batch)]
-        spikes = [
-            {row["seed"]: row["spikes"] for row in results.where(draw=draw)}
-            for draw in (sequence, batch)
-        ]
-        minutes = [
-            {row["seed"]: row["core_minutes"] for row in results.where(draw=draw)}
-            for draw in (sequence, batch)
-        ]
+        def at(loops: int, margin: float) -> Verdict:
+            pairs = [_losses(results, loops, size) for size in sizes]
+            return together(lower(*pair, margin=margin) for pair in pairs)
+
+        residuals, spikes, minutes = (
+            [(value(sequence, size), value(batch, size)) for size in sizes]
+            for value in (
+                lambda draw, size: last(results, draw, "residual", size=size),
+                lambda draw, size: _column(results, "spikes", draw, size),
+                lambda draw, size: _column(results, "core_minutes", draw, size),
+            )
+        )
         overhead = [
-            100 * (minutes[0][s] / minutes[1][s] - 1) for s in minutes[0] if s in minutes[1]
+            100 * (long[seed] / short[seed] - 1)
+            for long, short in minutes
+            for seed in long
+            if seed in short
+        ]
+        counts = [sum(sum(found.values()) for found in side) for side in zip(*spikes, strict=True)]
+        changes = [
+            f"{describe(small.values(), 2)} and {describe(large.values(), 2)}"
+            for small, large in residuals
         ]
         return [
             Claim(
                 "Sampling per sequence lowers the loss at T = 1 by more than 0.1 nats",
-                lower(*at[1], margin=0.1),
+                at(1, 0.1),
                 f"{gain(1)}; {gain(4)}",
             ),
             Claim(
                 "It does not raise the loss at T = 8 by more than 0.02 nats",
-                lower(*at[8], margin=-0.02),
+                at(8, -0.02),
                 f"{gain(8)}; {gain(16)}",
             ),
             Claim(
                 "The state changes less in the last loop",
-                lower(residuals[0], residuals[1]),
-                f"residual {describe(residuals[0].values(), 2)} and "
-                f"{describe(residuals[1].values(), 2)}",
+                together(lower(*pair) for pair in residuals),
+                f"residual {'; '.join(changes)}",
             ),
             Claim(
                 "There are fewer loss spikes",
-                lower(spikes[0], spikes[1]),
-                f"{sum(spikes[0].values())} and {sum(spikes[1].values())} in all runs; "
+                together(lower(*pair) for pair in spikes),
+                f"{counts[0]} and {counts[1]} in all runs; "
                 f"processor time {describe(overhead, 1)} % more",
             ),
         ]
 
     def table(self, results: Results) -> Table:
-        rows = [
-            (draw, *(format_losses(results.loss(loops, draw=draw)) for loops in LOOPS))
-            for draw in DRAWS
-        ]
+        rows = []
+        for size, draw in itertools.product(_sizes(results), DRAWS):
+            losses = [results.loss(loops, draw=draw, size=size) for loops in LOOPS]
+            rows.append((_name(draw, size), *map(format_losses, losses)))
         return ("depth drawn", *(f"T = {loops}" for loops in LOOPS)), rows
 
     def draw(self, results: Results, path: Path) -> Path:
-        curves = {draw: {"draw": draw} for draw in DRAWS}
+        curves = {
+            _name(draw, size): {"draw": draw, "size": size}
+            for size, draw in itertools.product(_sizes(results), DRAWS)
+        }
         with plotting.figure(1, 2, width=4.8) as (canvas, (left, right)):
             draw_loss_by_loops(left, results, curves, TEST_LOOPS, mean=8)
             left.set_title("Held-out loss against loops")
@@ -104,10 +122,29 @@ class PerSequence(Experiment):
             return plotting.save(canvas, path)
 
 
-def last(results: Results, draw: str, column: str) -> dict[int, float]:
+def _sizes(results: Results) -> list[str | None]:
+    """The sizes of the paper's scale; there is one elsewhere, without a name."""
+    return results.values("size") or [None]
+
+
+def _name(draw: str, size: str | None) -> str:
+    return f"{size} {draw}" if size else draw
+
+
+def _losses(results: Results, loops: int, size: str | None) -> Pair:
+    """Losses by seed, per sequence and per micro-batch."""
+    batch, sequence = (results.loss(loops, draw=draw, size=size) for draw in DRAWS)
+    return sequence, batch
+
+
+def _column(results: Results, name: str, draw: str, size: str | None) -> dict[int, float]:
+    return {row["seed"]: row[name] for row in results.where(draw=draw, size=size)}
+
+
+def last(results: Results, draw: str, column: str, **labels: Any) -> dict[int, float]:
     """The last value of a telemetry column by seed."""
     found = {}
-    for row in results.where(draw=draw):
+    for row in results.where(draw=draw, **labels):
         _, values = series(row, "telemetry", column)
         if values:
             found[row["seed"]] = values[-1]

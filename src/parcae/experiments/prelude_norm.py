@@ -107,9 +107,36 @@ class PreludeNorm(Experiment):
                 panel.set_title(title)
             for index, (name, labels) in enumerate(curves.items()):
                 for number, row in enumerate(results.where(**labels)):
-                    norms = row.get("state_norms") or []
+                    places, norms = norms_along_the_pass(row)
                     label = name if number == 0 else None
-                    places, colour = range(1, len(norms) + 1), plotting.colour(index)
-                    last_panel.plot(places, norms, "o-", color=colour, label=label)
-            last_panel.set(title="Norm of the state, trained", xlabel="loop")
+                    last_panel.plot(places, norms, "o-", color=plotting.colour(index), label=label)
+            ticks = {
+                "emb.": 0,
+                "prelude": 1,
+                "norm": 2,
+                "inject": 3,
+                "loop 1": 4,
+                "loop 4": 7,
+                "loop 8": 11,
+            }
+            last_panel.set_xticks(list(ticks.values()), labels=list(ticks), fontsize=8, rotation=45)
+            last_panel.set(title="Norms along the pass, trained")
             return plotting.save(canvas, path)
+
+
+def norms_along_the_pass(row: Row) -> tuple[list[int], list[float]]:
+    """Norms after the embedding, the prelude, its norm, the injection of the first loop, and each
+    loop: their places in the figure, where a model without the norm leaves one out, and values."""
+    prelude, first = row.get("prelude_norms") or [], row.get("first_loop_norms") or []
+    states = row.get("state_norms") or []
+    if not (prelude and first and states):
+        return [], []
+    has_norm = row["draw"] == "with"
+    layers = prelude[1:-1] if has_norm else prelude[1:]
+    points = {0: prelude[0], 3: first[0]}
+    if layers:
+        points[1] = layers[-1]
+    if has_norm:
+        points[2] = prelude[-1]
+    points |= {4 + loop: norm for loop, norm in enumerate(states)}
+    return sorted(points), [points[place] for place in sorted(points)]

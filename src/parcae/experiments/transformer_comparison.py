@@ -136,7 +136,7 @@ class TransformerComparison(Experiment):
             name = f"{NAMES[model]}\n{size}" + (f"\n{data}x data" if data > 1 else "")
             groups[name] = list(_losses(results, model, size, data).values())
             colours.append(FAMILIES.index(model))
-        with plotting.figure(width=7.2) as (canvas, panel):
+        with plotting.figure(width=8.8) as (canvas, panel):
             draw_points(panel, groups, "held-out loss, nats per token", colours)
             panel.set_title(f"The same parameters and data; Parcae at T = {LOOPS}")
             return plotting.save(canvas, path)
