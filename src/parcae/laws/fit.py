@@ -297,16 +297,30 @@ def _fit_unified(model: ModelFit, settings: FitSettings) -> None:
     training = model.laws["training"].values
     search = settings.search(settings.unified_starts)
     end_to_end = runs.curves(runs.held_out() & runs.in_set("end-to-end"), 2)
-    for law in forms.CONDITIONINGS:
+    for law in reversed(forms.CONDITIONINGS):  # those with a fixed exponent of mu come first
         with _note_reason(model, law.name):
-            joint = fit_law(law, points, search)
-            frozen = fit_law(law, points, search, frozen=training)
+            joint = fit_law(law, points, search, known=_contained(law, model.laws))
+            known = _contained(law, model.laws, "/frozen")
+            frozen = fit_law(law, points, search, frozen=training, known=known)
             samples = settings.bootstrap_samples if law is forms.UNIFIED else 0
             result, messages = assess(joint, samples, settings.seed)
             model.laws[law.name] = result
             model.laws[f"{law.name}/frozen"], _ = assess(frozen, 0, settings.seed)
-            model.conditionings.append(loop_curves.conditioning(joint, frozen, end_to_end))
+            model.conditionings.insert(0, loop_curves.conditioning(joint, frozen, end_to_end))
             model.warnings += messages
+
+
+def _contained(law: forms.Law, laws: Mapping[str, Any], suffix: str = "") -> list[dict[str, float]]:
+    """The fits of laws that are special cases of the one with a learned exponent of mu. Starting
+    from them too, it never fits worse than they do."""
+    if law is not forms.UNIFIED_GAMMA:
+        return []
+    exponents = {forms.UNIFIED.name: 1.0, forms.UNIFIED_PLAIN.name: 0.0}
+    return [
+        {**laws[name + suffix].values, "gamma": gamma}
+        for name, gamma in exponents.items()
+        if name + suffix in laws
+    ]
 
 
 def _tree(result: FitResult) -> dict[str, Any]:

@@ -8,7 +8,7 @@ fit_law(UNIFIED, points, frozen={"E": 2.66, ...})      only the other parameters
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,11 +105,16 @@ def fit_law(
     points: Points,
     search: Search = DEFAULT_SEARCH,
     frozen: Mapping[str, float] | None = None,
+    known: Sequence[Mapping[str, float]] = (),
 ) -> LawFit:
-    """Fit a law to points; parameters in `frozen` keep their values."""
+    """Fit a law to points; parameters in `frozen` keep their values. `known`: values to start from
+    in addition to the random ones."""
     objective = Objective(law, points, delta=search.delta, frozen=frozen)
     _check_enough(law, points, frozen or {})
     start = random_starts(objective, search.starts, np.random.default_rng(search.seed))
+    for values in known:
+        coordinates = objective.bound.from_plain(law.coordinates(values))
+        start = np.concatenate([start, coordinates[list(objective.free)]], axis=1)
     ended, best = descend(objective, start, halving=search.halving)
     coordinates = objective.bound.to_plain(objective.whole(best.theta))
     values = {name: float(row[0]) for name, row in law.values(coordinates).items()}
@@ -123,7 +128,7 @@ def fit_law(
         frozen=tuple(frozen or ()),
         points=points,
         starts=StartCounts(
-            tried=search.starts,
+            tried=start.shape[1],
             followed=int(ended.followed.sum()),
             converged=int(ended.converged[ended.followed].sum()),
             agreeing=int(same.sum()),

@@ -101,7 +101,7 @@ def _quality(law: LawResult) -> list[tuple[str, ...]]:
     ]
     if starts := law.starts:
         rows += [
-            ("random starts", f"{starts.tried}"),
+            ("starts", f"{starts.tried}"),
             ("followed to the end", f"{starts.followed}"),
             ("of these, converged", f"{starts.converged}"),
             ("of these, found this optimum", f"{starts.agreeing}"),
