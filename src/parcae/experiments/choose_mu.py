@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from parcae import plotting
 from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses, loss_at
-from parcae.experiments.scales import TEST_LOOPS, Scale
+from parcae.experiments.scales import Scale
 from parcae.experiments.verdicts import Claim, describe, differences, lower, positive
 from parcae.recipe import merge
 
@@ -53,7 +53,7 @@ class ChooseMu(Experiment):
             loop = {"mean_loops": mean, "backprop_loops": backward, "sampler": sampler}
             tree = scale.text(model={"loop": loop}, budget=budget)
             if scale.name == "paper":  # validated at T = mu_rec too
-                loops = sorted({*TEST_LOOPS, mean})
+                loops = sorted({*tree["run"]["validation_loops"], mean})
                 tree = merge(tree, {"run": {"validation_loops": loops}})
             recipe = scale.recipe(tree, seed)
             yield Run(recipe, {"sampler": name, "mu": mean, "backward": backward, "seed": seed})

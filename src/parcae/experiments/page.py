@@ -31,15 +31,17 @@ and a few beyond it, with the rule that decides each and the results so far at s
   batches, and at the same depths where these are sampled in the same way.
 - **Data.** {data} `--data.sources '["FILE"]'` trains on other text.
 
-The page is written by `parcae reproduce`.
+`parcae reproduce all` trains what is missing and writes this page;
+`parcae reproduce all --redraw --results results --page docs/reproduction.md` writes it from the
+committed results, without training.
 """
 
 
 SCALES = {
     "micro": """Models of about 0.2 million parameters (0.03 to 0.8 million). Most runs on text take
-  1,000 steps (a million tokens): 400 or 500 for learning rates and mu, 4,000 where data are the
-  question; those at fixed FLOPs last as long as their budget. A run on a synthetic task takes 4,000
-  steps.""",
+  1,000 steps (a million tokens): 400 or 500 for learning rates and mu, 4,000 and 12,000 where
+  data are the question; those at fixed FLOPs last as long as their budget. A run on a
+  synthetic task takes 4,000 steps.""",
     "paper": "The models, tokens and FLOPs of the paper.",
     "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
 }

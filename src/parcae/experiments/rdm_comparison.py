@@ -23,7 +23,8 @@ from parcae.experiments.scales import TEST_LOOPS, Scale
 from parcae.experiments.store import Store
 from parcae.experiments.verdicts import Claim, describe, differences, lower
 
-LOOPS = 8
+LOOPS = {"100m": 16}
+"""The mean loops of a size in training, at which its models are compared; 8 for the others."""
 MODELS = {
     "Parcae": "parcae-rdm",
     "RDM, residual norm": "rdm",
@@ -52,22 +53,23 @@ class RdmComparison(Experiment):
     def measure(self, run: Run, store: Store) -> Row:
         return {
             **super().measure(run, store),
-            **wikitext_record(run, store, LOOPS),
-            **zero_shot_record(run, store, LOOPS),
+            **wikitext_record(run, store, loops_of(run.labels["size"])),
+            **zero_shot_record(run, store, loops_of(run.labels["size"])),
         }
 
     def claims(self, results: Results) -> list[Claim]:
         claims = []
         sizes = results.values("size") or [None]
         for size, rival in itertools.product(sizes, list(MODELS)[1:]):
-            parcae = results.loss(LOOPS, size=size, model="Parcae")
-            losses = results.loss(LOOPS, size=size, model=rival)
+            loops = loops_of(size)
+            parcae = results.loss(loops, size=size, model="Parcae")
+            losses = results.loss(loops, size=size, model=rival)
             of_size = f" at {size}" if len(sizes) > 1 else ""
             claims.append(
                 Claim(
                     f"Parcae has a lower loss than the {rival.replace(', ', ' with ')}{of_size}",
                     lower(parcae, losses),
-                    f"{describe(differences(losses, parcae))} nats lower at T = {LOOPS}",
+                    f"{describe(differences(losses, parcae))} nats lower at T = {loops}",
                 )
             )
         return claims
@@ -91,8 +93,13 @@ class RdmComparison(Experiment):
             if results.where(model=model, size=size)
         }
         with plotting.figure(1, 2, width=4.8) as (canvas, (left, right)):
-            draw_loss_by_loops(left, results, curves, TEST_LOOPS, mean=LOOPS)
+            mean = loops_of(sizes[-1] if sizes else None)
+            draw_loss_by_loops(left, results, curves, TEST_LOOPS, mean=mean)
             left.set_title("Held-out loss against loops")
             draw_over_training(right, results, curves, "training", "loss")
             right.set(title="Loss in training", ylabel="nats per token")
             return plotting.save(canvas, path)
+
+
+def loops_of(size: str | None) -> int:
+    return LOOPS.get(size or "", 8)

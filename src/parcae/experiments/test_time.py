@@ -156,7 +156,9 @@ def lead(errors: Sequence[float]) -> float:
 def _errors(scores: Sequence[FormScore], part: Literal["inside", "beyond"]) -> str:
     """The errors of all forms over the curves of all seeds, in units of 1e-7."""
     errors = {score.law.name: getattr(score, part) for score in scores}
-    return ", ".join(f"{name} {1e7 * error:.2f}" for name, error in errors.items() if error)
+    return ", ".join(
+        f"{name} {1e7 * error:.3g}" for name, error in errors.items() if error is not None
+    )
 
 
 def _ratios(exponents: Sequence[float]) -> str:

@@ -64,7 +64,7 @@ DEFAULT_SEARCH = Search()
 
 @dataclass(frozen=True)
 class StartCounts:
-    """What became of the random starts of a fit."""
+    """What became of the starts of a fit."""
 
     tried: int
     followed: int
