@@ -42,11 +42,17 @@ STYLE = {
 
 @contextmanager
 def figure(
-    rows: int = 1, columns: int = 1, *, width: float = 5.2, height: float = 3.6
+    rows: int = 1,
+    columns: int = 1,
+    *,
+    width: float = 5.2,
+    height: float = 3.6,
+    ratios: Sequence[float] | None = None,
 ) -> Iterator[Any]:
     """Yield a figure and its axes, drawn without a display and closed afterwards.
 
-    `width` and `height` are those of one panel, in inches.
+    `width` and `height` are those of one panel, in inches; `ratios` are the relative widths of
+    columns, equal by default.
     """
     import matplotlib
 
@@ -57,7 +63,11 @@ def figure(
     style: Any = {**STYLE, "axes.prop_cycle": cycler(color=PALETTE)}
     with plt.rc_context(style):
         canvas, axes = plt.subplots(
-            rows, columns, figsize=(width * columns, height * rows), layout="constrained"
+            rows,
+            columns,
+            figsize=(width * columns, height * rows),
+            width_ratios=ratios,
+            layout="constrained",
         )
         try:
             yield canvas, axes

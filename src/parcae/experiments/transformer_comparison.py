@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from parcae import plotting
 from parcae.experiments.experiment import (
     Experiment,
@@ -33,6 +35,9 @@ PAIR = "seed-size pair"
 LONGER = {"micro": (4, 12), "toy": (2,)}
 """How many times the data the smallest size is trained on again: looping needs enough. Twelve
 times is the whole text once."""
+LARGE, LARGE_DATA = "2.3M", 5
+"""At micro scale, a model ten times as large with more context and vocabulary, on this many times
+the tokens. Its losses compare with each other only."""
 
 
 class TransformerComparison(Experiment):
@@ -63,6 +68,8 @@ class TransformerComparison(Experiment):
                 tree = scale.text(family, sizes[0], budget={"steps": steps})
                 labels = {"model": family, "size": sizes[0], "data": data, "seed": seed}
                 yield Run(scale.recipe(tree, seed), labels)
+        if scale.name == "micro":
+            yield from _large_runs(scale)
 
     def measure(self, run: Run, store: Store) -> Row:
         return {
@@ -94,7 +101,7 @@ class TransformerComparison(Experiment):
             ),
         ]
         small = gains.get((sizes[0], 1), {}) if sizes else {}
-        longer = [data for data in results.values("data") if data > 1]
+        longer = [data for data in results.values("data", size=next(iter(sizes), None)) if data > 1]
         for data in longer if results.rows else LONGER["micro"]:
             long = gains.get((sizes[0], data), {}) if sizes else {}
             more = differences(long, small)
@@ -110,6 +117,13 @@ class TransformerComparison(Experiment):
                     f"by {describe(more)} nats",
                 ),
             ]
+        if results.where(size=LARGE) or not results.rows:
+            large = gains.get((LARGE, LARGE_DATA), {})
+            at = f"With {LARGE} parameters and {LARGE_DATA} times the data"
+            evidence = _describe_gains(gains, LARGE_DATA)
+            claims.append(
+                Claim(f"{at} Parcae has the lower loss", positive(large.values()), evidence)
+            )
         return claims
 
     def table(self, results: Results) -> Table:
@@ -131,15 +145,28 @@ class TransformerComparison(Experiment):
         return ("size", "model", "parameters", "tokens", *at, *measured.values()), rows
 
     def draw(self, results: Results, path: Path) -> Path:
-        groups, colours = {}, []
-        for data, size, model in _groups(results):
-            name = f"{NAMES[model]}\n{size}" + (f"\n{data}x data" if data > 1 else "")
-            groups[name] = list(_losses(results, model, size, data).values())
-            colours.append(FAMILIES.index(model))
-        with plotting.figure(width=8.8) as (canvas, panel):
-            draw_points(panel, groups, "held-out loss, nats per token", colours)
-            panel.set_title(f"The same data, nearly the same parameters; Parcae at T = {LOOPS}")
+        every = _groups(results)
+        large = [group for group in every if group[1] == LARGE]
+        panels = [[group for group in every if group not in large], *([large] if large else [])]
+        shape = {"width": 9.6 / len(panels), "ratios": [max(len(groups), 2) for groups in panels]}
+        with plotting.figure(1, len(panels), **shape) as (canvas, axes):
+            for groups, panel in zip(panels, np.ravel(axes), strict=True):
+                points = {
+                    _title(data, size, model): list(_losses(results, model, size, data).values())
+                    for data, size, model in groups
+                }
+                colours = [FAMILIES.index(model) for _, _, model in groups]
+                draw_points(panel, points, "held-out loss, nats per token", colours)
+            canvas.suptitle(f"The same data, nearly the same parameters; Parcae at T = {LOOPS}")
             return plotting.save(canvas, path)
+
+
+def _large_runs(scale: Scale) -> Iterator[Run]:
+    for seed, family in itertools.product(scale.seeds, FAMILIES):
+        model = {"preset": f"{family}-3m", "vocab_size": 2048, "context_length": 128}
+        tree = scale.text(family, "w128", model=model, budget={"steps": 500 * LARGE_DATA})
+        labels = {"model": family, "size": LARGE, "data": LARGE_DATA, "seed": seed}
+        yield Run(scale.recipe(tree, seed), labels)
 
 
 def gap_shares(
@@ -184,6 +211,10 @@ def _groups(results: Results) -> list[tuple[int, str, str]]:
         for data, size, model in every
         if results.where(data=data, size=size, model=model)
     ]
+
+
+def _title(data: int, size: str, model: str) -> str:
+    return f"{NAMES[model]}\n{size}" + (f"\n{data}x data" if data > 1 else "")
 
 
 def _describe_gains(gains: Mapping[tuple[str, int], Mapping[int, float]], data: int) -> str:
