@@ -162,7 +162,7 @@ class TransformerComparison(Experiment):
 
 
 def _large_runs(scale: Scale) -> Iterator[Run]:
-    for seed, family in itertools.product(scale.seeds, FAMILIES):
+    for seed, family in itertools.product(scale.few_seeds, FAMILIES):
         model = {"preset": f"{family}-3m", "vocab_size": 2048, "context_length": 128}
         tree = scale.text(family, "w128", model=model, budget={"steps": 500 * LARGE_DATA})
         labels = {"model": family, "size": LARGE, "data": LARGE_DATA, "seed": seed}
