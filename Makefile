@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
 STAMP  := $(VENV)/.installed
+# Hundreds of test processes import parcae: without compiled modules each would compile it again.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes with one thread each: with two threads each they would compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal
 # Type checking (single-threaded, about a minute) runs at the same time as the tests.
