@@ -41,9 +41,9 @@ def seconds(model: LanguageModel, tokens: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def peak_bytes(candidate: LanguageModel) -> int:
+def peak_bytes(candidate: LanguageModel, rows: int) -> int:
     """Peak of a step above the memory before it."""
-    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    tokens = torch.zeros(rows, LENGTH, dtype=torch.long)
     seconds(candidate, tokens[:1])  # loads what is loaded late
     with open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")  # the peak starts again from here
@@ -62,10 +62,12 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--preset", default="parcae-10m")
+    parser.add_argument("--rows", type=int, default=ROWS, help="with --memory")
     arguments = parser.parse_args()
     if arguments.memory:
+        preset, rows = arguments.preset, arguments.rows
         taken = [
-            [how, loops, peak_bytes(model(loops, how == "checkpointed", arguments.preset))]
+            [how, loops, peak_bytes(model(loops, how == "checkpointed", preset), rows)]
             for how in ("checkpointed", "plain")
             for loops in (4, 12)
         ]

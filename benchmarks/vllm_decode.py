@@ -1,7 +1,7 @@
 """Milliseconds per token beside vLLM on a CPU, with a Llama of the same work per token.
 
     scripts/vllm/install
-    python benchmarks/vllm_decode.py [--rounds 10] [--threads 2]
+    python benchmarks/vllm_decode.py [--rounds 10] [--threads 2] [--no-bfloat16]
 
 vLLM decodes a Llama with random weights: the width, heads and vocabulary of parcae-140m, as many
 layers as a token passes here with 8 loops, and MLPs of three matrices with as many multiply-adds as
@@ -170,12 +170,20 @@ def our_turns(model, weights: WeightDType, context: int) -> Turn:
     return turn
 
 
-def measure(model, home: Path, rounds: int, context: int, threads: int) -> dict[str, list[float]]:
-    """Seconds per token of every step, by candidate and number of sequences."""
-    turns = {f"ours, {weights}": our_turns(model, weights, context) for weights in OURS}
+def measure(
+    model, home: Path, rounds: int, context: int, threads: int, without: str | None
+) -> dict[str, list[float]]:
+    """Seconds per token of every step, by candidate and number of sequences.
+
+    `without`: a dtype that is left out.
+    """
+    ours = [weights for weights in OURS if weights != without]
+    turns = {f"ours, {weights}": our_turns(model, weights, context) for weights in ours}
     taken: dict[str, list[float]] = {}
     with ExitStack() as stack:
         for name, (write, options) in VLLM.items():
+            if options["dtype"] == without:
+                continue
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             write(folder, model)
             opened = open_vllm(home, folder, options, context, threads)
@@ -197,8 +205,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm", help="its environment")
+    parser.add_argument("--no-bfloat16", action="store_true", help="slow without AVX-512")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    without = "bfloat16" if arguments.no_bfloat16 else None
     home = arguments.vllm.resolve()
     if not (home / "bin" / "python").exists():
         parser.error(f"{home} is not an environment with vLLM; scripts/vllm/install makes it")
@@ -206,7 +216,7 @@ def main() -> None:
     keep_freed_memory()
     torch.manual_seed(0)
     model = decode.filled(parcae.create("parcae-140m"))
-    taken = measure(model, home, arguments.rounds, arguments.context, arguments.threads)
+    taken = measure(model, home, arguments.rounds, arguments.context, arguments.threads, without)
     print(f"{decode.cpu_name()}, {arguments.threads} threads, context {arguments.context}")
     print_work(model)
     print(f"{'sequences':32s} {'ms, minimum':>11s} {'median':>8s} {'by minima':>11s} by medians")

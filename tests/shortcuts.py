@@ -19,6 +19,7 @@ from parcae.data.readers import SourceFile
 from parcae.experiments import tasks
 from parcae.laws import optimise
 from parcae.laws.lbfgs import Schedule
+from parcae.report import panel
 from parcae.runs import read_status
 from parcae.sweeps import launch
 from parcae.sweeps.worker import RunRequest
@@ -41,6 +42,11 @@ def fit_roughly() -> None:
     for schedule in vars(optimise).values():
         if isinstance(schedule, Schedule):
             object.__setattr__(schedule, "rounds", 3)
+
+
+def draw_one_axis(patch: pytest.MonkeyPatch) -> None:
+    """Let figures of a report be drawn over steps only, not over tokens and FLOPs too."""
+    patch.setattr(panel, "AXES", {"step": panel.AXES["step"]})
 
 
 def ask_few_questions(patch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def run_step(step: str | list[str] | Stopped, folder: Path, log: Path) -> None:
     patch = pytest.MonkeyPatch()  # ends with this process
     shortcuts.read_part_of_builtin(patch)
     shortcuts.train_runs_of_sweeps_here(patch)
+    shortcuts.draw_one_axis(patch)
     shortcuts.ask_few_questions(patch)
     shortcuts.fit_roughly()
     os.chdir(folder)

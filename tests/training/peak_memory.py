@@ -29,7 +29,7 @@ def main(preset: str, rows: int, checkpointed: bool, folder: Path) -> None:
     Tokenizer.train([WORDS], 300).save(tokenizer)
     recipe = recipe_from_tree(
         {
-            "model": {"preset": preset, "loop": {"sampler": "fixed"}},
+            "model": {"preset": preset, "loop": {"sampler": "fixed", "mean_loops": 6}},
             "data": {
                 "sources": [str(text)],
                 "tokenizer": str(tokenizer),

@@ -20,7 +20,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "activation_checkpointing
 def bytes_taken():
     """By (how, loops with gradient): the peak of a step above the memory before it."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARK), "--memory", "--preset", "parcae-3m"]
+    command = [sys.executable, str(BENCHMARK), "--memory", "--preset", "parcae-3m", "--rows", "8"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     return {(how, loops): size for how, loops, size in json.loads(result.stdout)}

@@ -421,7 +421,7 @@ def resumed(recipe, run):
 def test_compiled_killed_and_resumed_is_bit_identical(text, tmp_path):
     """With two threads, whose sums compiled code orders as it likes unless it is told. One depth,
     all with gradient: fewer graphs to compile."""
-    loop = {"sampler": "fixed", "mean_loops": 2, "gradient_loops": 2}
+    loop = {"sampler": "fixed", "mean_loops": 2, "backprop_loops": 2}
     recipe = runs.recipe(
         text,
         model={"prelude_layers": 0, "coda_layers": 0, "loop": loop},
