@@ -7,7 +7,7 @@ is tested elsewhere (data/test_sources.py, sweeps/test_sweep_runs.py, laws/).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,9 +44,14 @@ def fit_roughly() -> None:
             object.__setattr__(schedule, "rounds", 3)
 
 
+class _NoOthers(dict):
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+
 def draw_one_axis(patch: pytest.MonkeyPatch) -> None:
-    """Let figures of a report be drawn over steps only, not over tokens and FLOPs too."""
-    patch.setattr(panel, "AXES", {"step": panel.AXES["step"]})
+    """Let figures of a report be drawn over the axis that was asked for only."""
+    patch.setattr(panel, "AXES", _NoOthers(panel.AXES))
 
 
 def ask_few_questions(patch: pytest.MonkeyPatch) -> None:
