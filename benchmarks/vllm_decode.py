@@ -177,7 +177,7 @@ def measure(
 
     `without`: a dtype that is left out.
     """
-    ours = [weights for weights in OURS if weights != without]
+    ours: list[WeightDType] = [weights for weights in OURS if weights != without]
     turns = {f"ours, {weights}": our_turns(model, weights, context) for weights in ours}
     taken: dict[str, list[float]] = {}
     with ExitStack() as stack:
