@@ -148,7 +148,7 @@ class TransformerComparison(Experiment):
         every = _groups(results)
         large = [group for group in every if group[1] == LARGE]
         panels = [[group for group in every if group not in large], *([large] if large else [])]
-        shape = {"width": 9.6 / len(panels), "ratios": [max(len(groups), 2) for groups in panels]}
+        shape = {"width": 11 / len(panels), "ratios": [max(len(groups), 2) for groups in panels]}
         with plotting.figure(1, len(panels), **shape) as (canvas, axes):
             for groups, panel in zip(panels, np.ravel(axes), strict=True):
                 points = {
@@ -157,7 +157,10 @@ class TransformerComparison(Experiment):
                 }
                 colours = [FAMILIES.index(model) for _, _, model in groups]
                 draw_points(panel, points, "held-out loss, nats per token", colours)
-            canvas.suptitle(f"The same data, nearly the same parameters; Parcae at T = {LOOPS}")
+            first, *others = np.ravel(axes)
+            first.set_title(f"The same data, nearly the same parameters; Parcae at T = {LOOPS}")
+            for panel in others:
+                panel.set_title(f"{LARGE} parameters")
             return plotting.save(canvas, path)
 
 
