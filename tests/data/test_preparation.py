@@ -382,6 +382,7 @@ def test_memory_does_not_grow_with_the_document(tmp_path: Path, tokenizer: Token
     assert int(result.stdout) < 700e6
 
 
+@pytest.mark.slow
 def test_the_split_depends_on_the_text_alone() -> None:
     texts = [f"document {i}" for i in range(20_000)]
     held_out = {text for text in texts if split_of(text, 0.05) == "validation"}

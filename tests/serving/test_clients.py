@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI, OpenAI
 
 from serving_fixtures import listening, make_app
 
@@ -134,6 +133,8 @@ def test_errors_of_the_server_are_the_clients_own():
 
 @pytest.mark.slow
 def test_langchain(server_url, plain_engine):
+    from langchain_openai import ChatOpenAI, OpenAI  # two seconds, which `make check` does not need
+
     options = {"base_url": f"{server_url}/v1", "api_key": "none", "model": "tiny"}
     text = OpenAI(**options, max_tokens=10, seed=4, temperature=1.0)
     assert text.invoke("import ") == expected(plain_engine, seed=4)
