@@ -2,7 +2,7 @@
 
     python benchmarks/activation_checkpointing.py [--repetitions 7]              time, taking turns
     MALLOC_MMAP_THRESHOLD_=65536 OMP_NUM_THREADS=1 \\
-        python benchmarks/activation_checkpointing.py --memory [--preset parcae-3m] [--rows 8]  memory
+        python benchmarks/activation_checkpointing.py --memory [--preset NAME] [--rows 8]    memory
 
 parcae-10m, 16 rows of 128 tokens, 12 loops of which 4 or 12 have gradient; forward and backward.
 The variable returns freed memory to the system at once, so that a peak is that of the tensors. It
