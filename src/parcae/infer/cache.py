@@ -13,7 +13,8 @@ Under every policy the tokens of one pass attend to each other loop by loop, so 
 exactly; only how later tokens attend to it is approximate.
 
 The keys and values of a layer are stored as [row, position, key or value, head, channel]: a row is
-one sequence, a token is contiguous, and copying a prefix is one copy.
+one sequence, a token is contiguous, and copying a prefix is one copy. In bfloat16 they take half
+the memory, and half the time to read; attention is computed in the dtype of the model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +31,8 @@ from parcae.config import BlockShape, ConfigError, ModelConfig
 from parcae.console import format_bytes
 from parcae.machine import available_memory
 
+CacheDType = Literal["float32", "bfloat16"]
+CACHE_DTYPES: tuple[CacheDType, ...] = get_args(CacheDType)
 SMALLEST_CAPACITY = 64
 
 

@@ -90,6 +90,7 @@ class NativeNetwork:
             positions=positions,
             outer=outer,
             core=core,
+            cache_item=cache.dtype.itemsize,
             outer_layer=outer_layer,
             outer_row=outer_row,
             core_layer=core_layer,
