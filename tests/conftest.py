@@ -21,9 +21,6 @@ from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
 from parcae.model.base import LanguageModel
 
-# A fifth of the time of collection: what imports create is never garbage.
-gc.disable()
-
 pytest_plugins = ["evaluation_fixtures", "serving_fixtures"]
 
 # Without time measurements, "auto" is the same in every run.
@@ -67,6 +64,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_configure() -> None:
+    """A fifth of the time of collection: what imports create is never garbage."""
+    gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -113,18 +113,18 @@ def test_bfloat16_is_float32_with_rounded_keys_and_values(way, policy, monkeypat
         engine.cache.zeroed = True
         return engine.generate_all(prompts, loops=3, max_new_tokens=6), engine.cache
 
-    short, short_cache = generate(cache_dtype="bfloat16")
+    made, bfloat16_cache = generate(cache_dtype="bfloat16")
     for kind in (Batch, StaticBatch):
 
         def rounded(batch, kv, k, v, write=kind.write_kv):
             write(batch, kv, k.bfloat16().float(), v.bfloat16().float())
 
         monkeypatch.setattr(kind, "write_kv", rounded)
-    long, long_cache = generate()
-    assert [text.tokens for text in short] == [text.tokens for text in long]
-    assert torch.equal(short_cache.core.float(), long_cache.core)
-    assert torch.equal(short_cache.outer.float(), long_cache.outer)
-    assert 2 * short_cache.bytes == long_cache.bytes
+    expected, float32_cache = generate()
+    assert [text.tokens for text in made] == [text.tokens for text in expected]
+    assert torch.equal(bfloat16_cache.core.float(), float32_cache.core)
+    assert torch.equal(bfloat16_cache.outer.float(), float32_cache.outer)
+    assert 2 * bfloat16_cache.bytes == float32_cache.bytes
 
 
 def test_unknown_cache_dtypes():

@@ -137,6 +137,25 @@ def test_bfloat16_caches(kind, policy):
         torch.testing.assert_close(ours, theirs, atol=4 * rounding * size, rtol=0)
 
 
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_of_loops_that_were_not_run(dtype, backend):
+    """They get the keys and values of the last loop."""
+    network = open_network(randomised(KINDS["parcae"]), "float32", backend)
+    cache = network.model.cache(dtype=dtype)
+    cache.reserve(3, 1, 6)
+    cache.core.zero_()
+    rules = [ExitRule.parse(rule) for rule in ("budget:2", "state:0.5", "kl:0.05")]
+    batch = Batch([Span(row, 0) for row in range(3)], [3, 5, 9], cache.device)
+    loops = network.forward(batch, cache, [6] * 3, rules).loops
+    assert max(loops) < 6
+    slots = cache.core.unflatten(0, (6, -1))
+    for row, ran in enumerate(loops):
+        last = slots[ran - 1, :, row]
+        assert last.any()
+        assert all(torch.equal(slots[loop, :, row], last) for loop in range(ran, 6))
+
+
 def test_bfloat16_caches_keep_what_is_not_finite():
     model = randomised(KINDS["parcae"])
     model.embed.weight.data[5] = float("nan")

@@ -24,10 +24,17 @@ from parcae.config import LoopConfig, ModelConfig
 from parcae.infer.native import kernels as native
 
 NEW_TOKENS = 4
-GAP = {"float32": 1e-3, "rounded": 0.1}
-"""Difference of log-probabilities below which either token may be chosen. With int8 weights an
-input may be rounded to the integer above or below, 1/127 of the largest input apart, and later
-layers carry that on; so it is with keys and values in bfloat16, 1/256 apart."""
+GAP = {
+    ("float32", "float32"): 1e-3,
+    ("int8", "float32"): 0.1,
+    ("float32", "bfloat16"): 0.1,
+    ("int8", "bfloat16"): 0.5,
+}
+"""Difference of log-probabilities below which either token may be chosen, by the dtypes of weights
+and cache. With int8 weights an input may be rounded to the integer above or below, 1/127 of the
+largest input apart, and later layers carry that on; so it is with keys and values in bfloat16, up
+to 1/128 apart, and products with int8 weights enlarge their differences (up to 0.43 was seen). It
+is rare: 2 of 1,000 configurations differ."""
 
 
 def random_config(draw: random.Random) -> ModelConfig:
@@ -110,9 +117,8 @@ def compare(seed: int) -> str:
         entry = theirs.logprobs[index]
         chances = dict(entry.alternatives)
         other = chances.get(ours.tokens[index], float("-inf"))
-        gap = GAP["float32" if weights == cache_dtype == "float32" else "rounded"]
         exits_differ = ours.loops[: index + 1] != theirs.loops[: index + 1]
-        assert exits_differ or entry.logprob - other < gap, (
+        assert exits_differ or entry.logprob - other < GAP[weights, cache_dtype], (
             f"seed {seed}, token {index}: {ours.tokens} natively, {theirs.tokens} through PyTorch, "
             f"log-probs {other} and {entry.logprob}; {weights}, cache {policy} in {cache_dtype}, "
             f"{options}; {config}"

@@ -64,8 +64,8 @@ def register(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cache-dtype",
         choices=("float32", "bfloat16"),
-        help="storage format of keys and values; bfloat16 takes half the memory (default: the "
-        "model's)",
+        help="storage format of keys and values; bfloat16 takes half the memory of float32 "
+        "(default: float32 on a CPU, else the model's)",
     )
     parser.add_argument(
         "--cache",

@@ -13,8 +13,9 @@ Under every policy the tokens of one pass attend to each other loop by loop, so 
 exactly; only how later tokens attend to it is approximate.
 
 The keys and values of a layer are stored as [row, position, key or value, head, channel]: a row is
-one sequence, a token is contiguous, and copying a prefix is one copy. In bfloat16 they take half
-the memory, and half the time to read; attention is computed in the dtype of the model.
+one sequence, a token is contiguous, and copying a prefix is one copy. Attention is computed in the
+dtype of the model: C++ converts keys and values in bfloat16 as it reads them, PyTorch those of a
+layer before.
 """
 
 from __future__ import annotations
@@ -181,8 +182,8 @@ class Cache:
             raise CacheTooLarge(
                 f"cache: {rows} rows x {capacity} tokens at {loops} loops need "
                 f"{format_bytes(needed)} ({format_bytes(bytes_per_token)} per token), but "
-                f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, or "
-                "a policy that shares slots (cache='last:2')."
+                f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, "
+                "cache_dtype='bfloat16', or a policy that shares slots (cache='last:2')."
             )
 
     def _make_views(self) -> None:

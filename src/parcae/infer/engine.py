@@ -72,8 +72,8 @@ class Engine:
 
         `weight_dtype`: storage format of matrices: "float32", "int8" or "bfloat16".
 
-        `cache_dtype`: storage format of keys and values: "float32" or "bfloat16", half the size;
-        the default is the model's.
+        `cache_dtype`: storage format of keys and values: "float32" or "bfloat16", half the size.
+        The default is float32 on a CPU, else the model's.
 
         `backend`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
         "torch" uses PyTorch only; "static" is PyTorch as accelerators like it: steps of fixed
