@@ -10,6 +10,7 @@ thread they are times of the thread, from which other programs on the machine ta
     limit            the shortest time by this machine's best rates, measured in the same run: the
                      larger of arithmetic and of reading weights and cache once, fully overlapped
     native, torch    passes in C++ and in PyTorch, with 1, 16 and 64 sequences
+    bf16 cache       keys and values in bfloat16
     no cache         the prefix is computed again for every token (benchmarks/reference.py)
     transformers     GPT-2 with as many layers as a token passes here, same width, with its cache;
                      omitted if transformers is not installed (pip install -e .[hf])
@@ -18,6 +19,7 @@ thread they are times of the thread, from which other programs on the machine ta
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -29,7 +31,7 @@ import torch
 import parcae
 import reference
 from parcae.infer.batch import Batch, Span
-from parcae.infer.cache import Cache
+from parcae.infer.cache import Cache, CacheDType
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.network import AnyNetwork, open_network
 from parcae.infer.quantise import FloatMatrix
@@ -39,9 +41,11 @@ ROWS = (1, 16, 64)
 BASE = "native, 1"
 
 
-def filled_cache(network: AnyNetwork, rows: int, loops: int, context: int) -> Cache:
+def filled_cache(
+    network: AnyNetwork, rows: int, loops: int, context: int, dtype: CacheDType = "float32"
+) -> Cache:
     """Random keys and values of `rows` sequences of `context` tokens, and room for a token each."""
-    cache = network.model.cache()
+    cache = network.model.cache(dtype=dtype)
     cache.reserve(rows, context + 1, loops)
     for part in (cache.outer, cache.core):
         part.normal_(std=0.1)
@@ -228,14 +232,22 @@ def candidates(model, loops: int, context: int) -> dict[str, tuple[Callable[[], 
         "products alone": (products(model, loops), 1)
     }
     any_network = open_network(model, "float32", "torch")
-    cache = filled_cache(any_network, max(ROWS), loops, context)
+    cache, bfloat16_cache = (
+        filled_cache(any_network, max(ROWS), loops, context, dtype)
+        for dtype in ("float32", "bfloat16")
+    )
     for weights in ("float32", "int8"):
         for layers in ("native", "torch"):
             network = open_network(model, weights, layers)
             prefix = layers if weights == "float32" else f"{layers}, {weights}"
-            for rows in ROWS:
-                run = decode_pass(network, cache, rows, loops, context)
-                functions[f"{prefix}, {rows}"] = (run, rows)
+            caches = {prefix: cache}
+            if layers == "native":
+                caches[f"{prefix}, bf16 cache"] = bfloat16_cache
+            for (name, used), rows in itertools.product(caches.items(), ROWS):
+                functions[f"{name}, {rows}"] = (
+                    decode_pass(network, used, rows, loops, context),
+                    rows,
+                )
     functions["no cache"] = (without_cache(model, loops, context), 1)
     return functions
 
@@ -276,6 +288,14 @@ def targets(taken: dict[str, list[float]], limit: Limit) -> list[tuple[str, floa
                 f"tokens/s of {rows} rows over one",
                 best[BASE] / best[f"native, {rows}"],
                 f">= {target}, machine's limit {allowed[rows]:.2f}",
+            )
+            for rows, target in ((16, 6), (64, 12))
+        ),
+        *(
+            (
+                f"tokens/s of {rows} rows over one, bf16 cache",
+                best["native, bf16 cache, 1"] / best[f"native, bf16 cache, {rows}"],
+                f">= {target}",
             )
             for rows, target in ((16, 6), (64, 12))
         ),
@@ -338,19 +358,19 @@ def main() -> None:
             taken["transformers, 1"] = [transformers.seconds() for _ in range(3)]
     except ImportError:
         print("transformers is not installed: omitted (pip install -e .[hf])")
-    print(f"{'sequences':22s} {'ms, minimum':>11s} {'by minima':>11s} {'by medians':>11s}")
+    print(f"{'sequences':26s} {'ms, minimum':>11s} {'by minima':>11s} {'by medians':>11s}")
     for rows in ROWS:
         limit.include(rows, min(taken[f"native, {rows}"]))
     base, base_median = min(taken[BASE]), statistics.median(taken[BASE])
     for name, times in taken.items():
         ratios = min(times) / base, statistics.median(times) / base_median
-        print(f"{name:22s} {1e3 * min(times):11.2f} {ratios[0]:10.2f}x {ratios[1]:10.2f}x")
+        print(f"{name:26s} {1e3 * min(times):11.2f} {ratios[0]:10.2f}x {ratios[1]:10.2f}x")
     for rows in ROWS:
         seconds = limit.seconds(rows)
-        print(f"{f'limit, {rows}':22s} {1e3 * seconds:11.2f} {seconds / base:10.2f}x")
+        print(f"{f'limit, {rows}':26s} {1e3 * seconds:11.2f} {seconds / base:10.2f}x")
     print(f"ratios: time per token over that of {BASE!r}; {limit}")
     for name, value, target in targets(taken, limit):
-        print(f"{name:36s} {value:6.2f}   (target {target})")
+        print(f"{name:40s} {value:6.2f}   (target {target})")
     if arguments.out:
         arguments.out.write_text(json.dumps(taken, indent=2) + "\n")
 

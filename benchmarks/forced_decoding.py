@@ -16,7 +16,7 @@ from torch import Tensor
 
 from parcae.config import require
 from parcae.infer.batch import Batch, Span
-from parcae.infer.cache import Policy
+from parcae.infer.cache import Cache, CacheDType, Policy
 from parcae.infer.layers import without_autocast
 from parcae.infer.network import Network
 from parcae.infer.request import DepthPlan
@@ -49,6 +49,7 @@ def decode_forced(
     policy: Policy | str = "full",
     prompt: int = 16,
     on_step: Callable[[], None] | None = None,
+    cache_dtype: CacheDType | None = None,
 ) -> Decoded:
     """Decode `rows` of token ids [B, S] together; the last token is only predicted."""
     length = rows.shape[1]
@@ -57,19 +58,19 @@ def decode_forced(
     limit = network.model.layout.context_length
     require(length <= limit + 1, "rows", f"{length} tokens do not fit in {limit}", "Shorten them.")
     with without_autocast(network.model.device):
-        return _decode(network, rows, plan, Policy.parse(policy), prompt, on_step)
+        cache = network.model.cache(policy, dtype=cache_dtype)
+        return _decode(network, cache, rows, plan, prompt, on_step)
 
 
 def _decode(
     network: Network,
+    cache: Cache,
     rows: Tensor,
     plan: DepthPlan,
-    policy: Policy,
     prompt: int,
     on_step: Callable[[], None] | None,
 ) -> Decoded:
     count, length = rows.shape
-    cache = network.model.cache(policy)
     cache.reserve(count, length - 1, plan.loops)
     batch = Batch(
         [Span(row, 0, prompt) for row in range(count)],

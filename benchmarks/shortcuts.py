@@ -1,4 +1,4 @@
-"""Loss, time and memory of early exit, cache policies, int8 weights and speculative drafts.
+"""Loss, time and memory of early exit, cache policies, formats of weights and cache, and drafts.
 
     parcae train recipes/python.toml --out runs/python
     python benchmarks/shortcuts.py runs/python [--rows 16] [--out result.json] [--picture FILE.png]
@@ -119,11 +119,13 @@ class Bench:
 
     def weights(self) -> list[dict[str, Any]]:
         plan = DepthPlan(loops=self.loops)
-        return [
+        formats = [
             {"weights": weights, **self.against_full(self.forced(plan, network=network))}
             for weights in ("float32", "int8", "bfloat16")
             for network in [self.network_of(weights)]
         ]
+        short = decode_forced(self.network, self.text, plan, "full", PROMPT, cache_dtype="bfloat16")
+        return [*formats, {"weights": "float32, cache bfloat16", **self.against_full(short)}]
 
     def drafts(self, temperature: float) -> list[dict[str, Any]]:
         """Time of plain decoding over that of speculation, in turns; the texts must be equal."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import os
 import shutil
@@ -63,6 +64,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+def pytest_configure() -> None:
+    """A fifth of the time of collection: what imports create is never garbage."""
+    gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from here on, without searching all that is imported each time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from parcae.hub import register_when_imported
 
 _PUBLIC = {
     "config": ("ConfigError", "Curriculum", "LoopConfig", "ModelConfig"),
+    "evaluation.loop_trace": ("trace_loops",),
     "evaluation.results": ("EvaluationResult",),
     "evaluation.run": ("evaluate",),
     "experiments.reproduce": ("reproduce",),
@@ -42,7 +43,6 @@ _PUBLIC = {
     "infer.engine": ("Engine", "generate"),
     "infer.exit": ("register_exit_rule",),
     "infer.sequence": ("Completion",),
-    "infer.loop_trace": ("trace_loops",),
     "laws.fit": ("FitResult", "fit"),
     "laws.predict": ("Prediction", "predict"),
     "model": ("create",),
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from parcae.config import Curriculum as Curriculum
     from parcae.config import LoopConfig as LoopConfig
     from parcae.config import ModelConfig as ModelConfig
+    from parcae.evaluation.loop_trace import trace_loops as trace_loops
     from parcae.evaluation.results import EvaluationResult as EvaluationResult
     from parcae.evaluation.run import evaluate as evaluate
     from parcae.experiments.reproduce import reproduce as reproduce
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
     from parcae.infer.engine import Engine as Engine
     from parcae.infer.engine import generate as generate
     from parcae.infer.exit import register_exit_rule as register_exit_rule
-    from parcae.infer.loop_trace import trace_loops as trace_loops
     from parcae.infer.sequence import Completion as Completion
     from parcae.laws.fit import FitResult as FitResult
     from parcae.laws.fit import fit as fit

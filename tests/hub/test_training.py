@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
 
 import parcae
 from conftest import randomised
@@ -29,6 +28,8 @@ class Repeated(Dataset):
 
 def train(model, folder) -> list[float]:
     """The losses of the steps; the trained model is saved in `folder`."""
+    from transformers import Trainer, TrainingArguments  # a second, for slow tests only
+
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=12,

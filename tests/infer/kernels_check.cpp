@@ -67,12 +67,17 @@ static void check_products(int64_t out, int64_t in, int64_t tokens, int threads)
     }
 }
 
+template <typename Element>
 static void check_attention(int64_t head_dim, int64_t length) {
     const int64_t stride = 2 * head_dim;
     std::vector<float> q = normals(head_dim), row = normals(length * stride), out(head_dim);
     std::vector<float> scores(round_up(length, LANES));
+    std::vector<Element> stored(row.size());
+    convert(row.data(), row.size(), stored.data());
+    for (size_t i = 0; i < row.size(); i++) row[i] = load_some(&stored[i], 1)[0];
     const Heads heads{0, 1, 1, head_dim, stride, 0.3f};
-    attend(heads, q.data(), row.data(), length, scores.data(), round_up(length, LANES), out.data());
+    attend(heads, q.data(), stored.data(), length, scores.data(), round_up(length, LANES),
+           out.data());
     std::vector<double> weights(length);
     double total = 0, largest = -1e300;
     for (int64_t s = 0; s < length; s++) {
@@ -91,6 +96,14 @@ static void check_attention(int64_t head_dim, int64_t length) {
     }
 }
 
+// Rounding to the upper half of a float.
+static void check_bfloat16(uint32_t bits, uint16_t expected) {
+    const float value = load_as<float>(&bits);
+    BFloat16 rounded;
+    convert(&value, 1, &rounded);
+    require(rounded.bits == expected, "bfloat16", bits >> 16, bits & 0xffff, rounded.bits);
+}
+
 int main() {
     for (int64_t out : {1, 5, 16, 33, 130})
         for (int64_t in : {1, 3, 7, 48, 100})
@@ -98,7 +111,18 @@ int main() {
     for (int64_t tokens : {1, 5, 16, 130})  // several blocks of a panel, and chunks of tokens
         for (int64_t in : {769, 2100}) check_products(70, in, tokens, 1 + tokens % 2);
     for (int64_t head_dim : {2, 6, 16, 34, 128})
-        for (int64_t length : {1, 3, 17, 50}) check_attention(head_dim, length);
+        for (int64_t length : {1, 3, 17, 50}) {
+            check_attention<float>(head_dim, length);
+            check_attention<BFloat16>(head_dim, length);
+        }
+    check_bfloat16(0x3f807fff, 0x3f80);  // below the middle of two numbers
+    check_bfloat16(0x3f808000, 0x3f80);  // in the middle: to the even one
+    check_bfloat16(0x3f818000, 0x3f82);
+    check_bfloat16(0xbf808001, 0xbf81);
+    check_bfloat16(0x7f7fffff, 0x7f80);  // the largest float becomes infinity
+    check_bfloat16(0xff800000, 0xff80);
+    check_bfloat16(0x7f800001, 0x7fc0);  // NaN, whose upper half alone would be infinity
+    check_bfloat16(0x7fffffff, 0x7fc0);
     float special[3] = {1, NAN, 2};
     int8_t integers[4];
     require(std::isnan(quantise(special, 3, integers)), "quantise NaN", 3, 1, 1);

@@ -9,8 +9,11 @@ from conftest import tiny
 from oracles import GreedyEngine as Engine
 from oracles import model_of
 from parcae.config import ConfigError
+from parcae.infer import batch as batch_module
 from parcae.infer import cache as cache_module
+from parcae.infer.batch import Batch
 from parcae.infer.cache import Cache, Layout, Policy
+from parcae.infer.static import StaticBatch
 
 POLICIES = ["full", "shared", "last:2", "last:9", "first:3"]
 CPU = torch.device("cpu")
@@ -95,6 +98,38 @@ def test_positions_double_and_nothing_shrinks():
     assert cache.core is kept
     cache.reserve(1, 4096, 1)
     assert cache.capacity == 4096
+
+
+@pytest.mark.parametrize("policy", ["full", "last:2"])
+@pytest.mark.parametrize("way", ["spans", "padded", "static"])
+def test_bfloat16_is_float32_with_rounded_keys_and_values(way, policy, monkeypatch):
+    """Exactly, in PyTorch: of single tokens, of prompts, on an accelerator."""
+    monkeypatch.setattr(batch_module, "pads_attention", lambda device: way == "padded")
+    backend = "static" if way == "static" else "torch"
+    prompts = [[3, 5, 7, 2], [9], [4, 4, 1]]
+
+    def generate(**options):
+        engine = Engine(model_of("parcae-grouped-heads"), backend=backend, cache=policy, **options)
+        engine.cache.zeroed = True
+        return engine.generate_all(prompts, loops=3, max_new_tokens=6), engine.cache
+
+    made, bfloat16_cache = generate(cache_dtype="bfloat16")
+    for kind in (Batch, StaticBatch):
+
+        def rounded(batch, kv, k, v, write=kind.write_kv):
+            write(batch, kv, k.bfloat16().float(), v.bfloat16().float())
+
+        monkeypatch.setattr(kind, "write_kv", rounded)
+    expected, float32_cache = generate()
+    assert [text.tokens for text in made] == [text.tokens for text in expected]
+    assert torch.equal(bfloat16_cache.core.float(), float32_cache.core)
+    assert torch.equal(bfloat16_cache.outer.float(), float32_cache.outer)
+    assert 2 * bfloat16_cache.bytes == float32_cache.bytes
+
+
+def test_unknown_cache_dtypes():
+    with pytest.raises(ConfigError, match="cache_dtype: 'int4' is not an option"):
+        Engine(model_of("parcae"), cache_dtype="int4")
 
 
 def count_allocations(engine: Engine, monkeypatch) -> list[tuple[int, ...]]:

@@ -119,6 +119,9 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
     assert engine.network.name.startswith("C++" if native else "PyTorch")
     Engine(model, backend="native").generate([3, 5], max_new_tokens=4)
     assert len(measured) == 2, "forced: not measured"
+    for _ in range(2):
+        Engine(model, cache_dtype="bfloat16").generate([3, 5], max_new_tokens=4)
+        assert len(measured) == 4, "a cache of another dtype: measured by itself, once"
 
 
 def test_without_memory_for_a_measurement_cpp_is_taken(tmp_path, monkeypatch):
@@ -132,7 +135,7 @@ def test_without_memory_for_a_measurement_cpp_is_taken(tmp_path, monkeypatch):
     expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
     engine = Engine(model)
 
-    def too_large(_):
+    def too_large(*_):
         raise CacheTooLarge("128 rows")
 
     monkeypatch.setattr(engine.network, "_passes", too_large)

@@ -128,6 +128,8 @@ def test_exits_drafts_and_shared_slots_are_told(capsys, folder):
     assert 0 < drafted["accepted"] <= drafted["drafted"]
     shared = as_json(capsys, *words, "--cache", "shared")
     assert shared["cache_bytes_per_token"] == (2 + 2) * 2 * 48 * 4
+    half = as_json(capsys, *words, "--cache", "shared", "--cache-dtype", "bfloat16")
+    assert 2 * half["cache_bytes_per_token"] == shared["cache_bytes_per_token"]
     small = as_json(capsys, *words, "--weight-dtype", "int8")
     assert small["weight_bytes"] < shared["weight_bytes"]
     assert main(["generate", *map(str, words), "--exit", "budget:2"]) == 0
@@ -169,6 +171,9 @@ def test_what_a_text_cost_reads_as_no_error(capsys, folder):
         r"reserved \(--cache full\); layers in (C\+\+|PyTorch).*",
         last,
     )
+    words = [str(folder), PROMPT, "--max-new-tokens", "3", "--cache-dtype", "bfloat16"]
+    assert main(["generate", *words]) == 0
+    assert "reserved (--cache full --cache-dtype bfloat16); " in capsys.readouterr().err
 
 
 def test_rates_are_written_out():

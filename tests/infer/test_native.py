@@ -28,9 +28,9 @@ except KernelsUnavailable as problem:
     pytest.skip(f"the C++ layers cannot be built here: {problem}", allow_module_level=True)
 
 
-def run(network, spans, max_loops, exits, policy, loops):
+def run(network, spans, max_loops, exits, policy, loops, dtype=None):
     """Two passes over one cache: what the first leaves, the second reads."""
-    cache = network.model.cache(policy)
+    cache = network.model.cache(policy, dtype=dtype)
     cache.reserve(4, 16, loops)
     generator = torch.Generator().manual_seed(1)
     outputs = []
@@ -104,6 +104,67 @@ def check_against_pytorch(model, weights, spans, max_loops, rules, policy):
         assert ours.loops == theirs.loops
     torch.testing.assert_close(native_cache.core, plain_cache.core, atol=2e-4, rtol=1e-4)
     torch.testing.assert_close(native_cache.outer, plain_cache.outer, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("policy", ["full", "last:2", "first:2", "shared"])
+def test_bfloat16_caches(kind, policy):
+    """Of all layers, the first writes the same numbers as with a float32 cache, rounded. What is
+    read differs from PyTorch by single roundings: a key or value near the middle of two bfloat16
+    numbers may become either."""
+    model = randomised(KINDS[kind])
+    spans, max_loops = [Span(0, 0, 3), Span(1, 0), Span(2, 0, 2)], [5, 2, 3]
+    options = (spans, max_loops, [None] * 3, policy, 5)
+    networks = open_network(model, "float32", "native"), open_network(model, "float32", "torch")
+    exact, exact_cache = run(networks[0], *options)
+    native, native_cache = run(networks[0], *options, dtype="bfloat16")
+    plain, plain_cache = run(networks[1], *options, dtype="bfloat16")
+    assert native_cache.dtype == torch.bfloat16
+    assert 2 * native_cache.bytes == exact_cache.bytes
+    if model.config.prelude_layers or model.config.architecture == "transformer":
+        assert torch.equal(native_cache.outer[0], exact_cache.outer[0].bfloat16())
+    rounding = 2**-8
+    for ours, theirs, unrounded in zip(native, plain, exact, strict=True):
+        size = unrounded.logits.abs().max().item()
+        torch.testing.assert_close(ours.logits, theirs.logits, atol=rounding * size, rtol=0)
+        assert not torch.equal(ours.logits, unrounded.logits)
+    for ours, theirs in (
+        (native_cache.core, plain_cache.core),
+        (native_cache.outer, plain_cache.outer),
+    ):
+        size = theirs.abs().max().item() if theirs.numel() else 0.0
+        torch.testing.assert_close(ours, theirs, atol=4 * rounding * size, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_slots_of_loops_that_were_not_run(dtype, backend):
+    """They get the keys and values of the last loop."""
+    network = open_network(randomised(KINDS["parcae"]), "float32", backend)
+    cache = network.model.cache(dtype=dtype)
+    cache.reserve(3, 1, 6)
+    cache.core.zero_()
+    rules = [ExitRule.parse(rule) for rule in ("budget:2", "state:0.5", "kl:0.05")]
+    batch = Batch([Span(row, 0) for row in range(3)], [3, 5, 9], cache.device)
+    loops = network.forward(batch, cache, [6] * 3, rules).loops
+    assert max(loops) < 6
+    slots = cache.core.unflatten(0, (6, -1))
+    for row, ran in enumerate(loops):
+        last = slots[ran - 1, :, row]
+        assert last.any()
+        assert all(torch.equal(slots[loop, :, row], last) for loop in range(ran, 6))
+
+
+def test_bfloat16_caches_keep_what_is_not_finite():
+    model = randomised(KINDS["parcae"])
+    model.embed.weight.data[5] = float("nan")
+    network = open_network(model, "float32", "native")
+    cache = network.model.cache(dtype="bfloat16")
+    cache.reserve(1, 2, 1)
+    output = network.forward(Batch([Span(0, 0)], [5], cache.device), cache, [1])
+    assert cache.outer[:, 0, 0].isnan().all()
+    assert output.logits.isnan().all()
 
 
 @pytest.mark.slow
@@ -306,15 +367,18 @@ def test_without_a_compiler_pytorch_does_it(environment, message, tmp_path, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-@pytest.mark.parametrize("kind", ["parcae", "rdm", "parcae-grouped-heads"])
-def test_company_does_not_change_a_bit(kind, weights, threads, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "cache_dtype"),
+    [("parcae", None), ("rdm", None), ("parcae-grouped-heads", None), ("parcae", "bfloat16")],
+)
+def test_company_does_not_change_a_bit(kind, cache_dtype, weights, threads, monkeypatch):
     """Whatever shares a pass, whoever computes it, and in however many passes a text is read."""
     monkeypatch.setattr("parcae.infer.native.kernels.MIN_PARALLEL_PRODUCTS", 0)
     network = open_network(randomised(KINDS[kind]), weights, "native")
     texts = [[(7 * i + 3 * row) % 96 for i in range(5)] for row in range(6)]
 
     def read(rows, cuts):
-        cache = network.model.cache()
+        cache = network.model.cache(dtype=cache_dtype)
         cache.reserve(len(texts), 5, 3)
         for first, end in pairwise(cuts):
             ids = [token for row in rows for token in texts[row][first:end]]

@@ -15,7 +15,7 @@ from parcae.cli import main
 from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.infer.loop_trace import LoopTrace, trace_loops
+from parcae.evaluation.loop_trace import LoopTrace, trace_loops
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs.checkpoints import write_state

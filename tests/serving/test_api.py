@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from oracles import text_model, tokenizer
+from parcae.evaluation.loop_trace import trace_loops
 from parcae.files import FileError
-from parcae.infer.loop_trace import trace_loops
 from parcae.serving.models import ChatTemplate
 from parcae.serving.protocol import ApiError, Message
 from serving_fixtures import client_of, listening, make_app

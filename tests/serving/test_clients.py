@@ -6,7 +6,6 @@ import asyncio
 import time
 from contextlib import suppress
 
-import openai
 import pytest
 
 from serving_fixtures import listening, make_app
@@ -15,7 +14,15 @@ STOPS = (0, 1)
 
 
 @pytest.fixture(scope="module")
-def client(server_url):
+def openai():
+    """The package, which takes a second to import: only a process that runs these tests does."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture(scope="module")
+def client(openai, server_url):
     with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
@@ -58,7 +65,7 @@ def test_streams_and_chat(client, plain_engine):
     assert chunks[-1].usage == whole.usage
 
 
-def test_asynchronous_requests_share_the_engine(server_url, plain_engine):
+def test_asynchronous_requests_share_the_engine(openai, server_url, plain_engine):
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server_url}/v1", api_key="none") as client:
             calls = (
@@ -75,7 +82,7 @@ def test_asynchronous_requests_share_the_engine(server_url, plain_engine):
     assert asyncio.run(run()) == [expected(plain_engine, seed=seed) for seed in range(9)]
 
 
-def test_cancellation(client, server_url, served_app):
+def test_cancellation(openai, client, server_url, served_app):
     scheduler = served_app.state.models["tiny"].scheduler
 
     async def cancel() -> None:
@@ -94,7 +101,7 @@ def test_cancellation(client, server_url, served_app):
         time.sleep(0.01)
 
 
-def test_errors_are_the_clients_own(client):
+def test_errors_are_the_clients_own(openai, client):
     call = client.completions.create
     with pytest.raises(openai.NotFoundError):
         call(model="gpt", prompt="a")
@@ -106,7 +113,7 @@ def test_errors_are_the_clients_own(client):
 
 
 @pytest.mark.slow
-def test_errors_of_the_server_are_the_clients_own():
+def test_errors_of_the_server_are_the_clients_own(openai):
     app = make_app(api_keys=["right"])
     model = app.state.models["tiny"]
     step = model.engine.step

@@ -271,6 +271,15 @@ def test_every_setting_is_an_option():
         assert getattr(arguments, name) == value
 
 
+def test_formats_of_weights_and_cache_reach_the_engine(monkeypatch):
+    options = {}
+    monkeypatch.setattr(server_module, "serve", lambda *_, **given: options.update(given))
+    words = ["--weight-dtype", "int8", "--cache-dtype", "bfloat16", "--cache", "last:2"]
+    assert main(["serve", "demo", *words]) == 0
+    formats = (options["weight_dtype"], options["cache_dtype"], options["cache"])
+    assert formats == ("int8", "bfloat16", "last:2")
+
+
 def test_names_of_models(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folder, "out/demo/run")

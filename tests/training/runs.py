@@ -90,9 +90,13 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def clean_processes() -> Any:
-    """Processes that start at once, from a parent that has imported but not run anything."""
+    """Processes that start at once, from a parent that has imported but not run anything.
+
+    It has imported pytest because every child imports the module of its test.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parcae.training.trainer", "torch._inductor"])
+    imported = ["parcae.training.trainer", "torch._inductor", "matplotlib.pyplot", "pytest"]
+    context.set_forkserver_preload(imported)
     return context
 
 

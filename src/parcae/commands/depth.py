@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from parcae.device import DEVICE_HELP
 
 if TYPE_CHECKING:
-    from parcae.infer.loop_trace import LoopTrace
+    from parcae.evaluation.loop_trace import LoopTrace
 
 MAX_LOOPS = 256
 MAX_TOKENS = 1024
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console  # errors in the arguments need not wait for these imports
     from parcae.commands.generation_output import quoted
     from parcae.config import ConfigError, require
-    from parcae.infer.loop_trace import trace_loops
+    from parcae.evaluation.loop_trace import trace_loops
     from parcae.infer.sampling import NonFiniteLogits
     from parcae.report.trace_figure import draw_trace
     from parcae.runs import open_checkpoint

@@ -163,6 +163,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         choices=("float32", "int8", "bfloat16"),
         help="storage format of weight matrices (default: float32)",
     )
+    parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "bfloat16"),
+        help="storage format of keys and values; bfloat16 takes half the memory of float32 "
+        "(default: float32 on a CPU, else the model's)",
+    )
     parser.add_argument("--device", default="auto", metavar="NAME", help=DEVICE_HELP)
     parser.add_argument(
         "--tokenizer",
@@ -209,6 +215,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint.tokenizer,
         cache=arguments.cache,
         weight_dtype=arguments.weight_dtype,
+        cache_dtype=arguments.cache_dtype,
         max_batch_size=4 if interactive else 1,
     )
     options = {option.name: getattr(arguments, option.name) for option in OPTIONS}

@@ -126,9 +126,11 @@ def _memory(engine: Engine, request: Request) -> str:
     per_token = console.format_bytes(cache.bytes_per_token(request.plan.loops))
     weights = console.format_bytes(network.weight_bytes)
     reserved = console.format_bytes(cache.bytes)
+    differs = cache.dtype != network.model.dtype
+    dtype = f" --cache-dtype {str(cache.dtype).removeprefix('torch.')}" if differs else ""
     return (
         f"weights {weights} (--weight-dtype {network.model.weight_dtype}); cache "
-        f"{per_token} per token, {reserved} reserved (--cache {cache.policy}); "
+        f"{per_token} per token, {reserved} reserved (--cache {cache.policy}{dtype}); "
         f"layers in {network.name}"
     )
 

@@ -62,6 +62,12 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="storage format of weight matrices (default: float32)",
     )
     parser.add_argument(
+        "--cache-dtype",
+        choices=("float32", "bfloat16"),
+        help="storage format of keys and values; bfloat16 takes half the memory of float32 "
+        "(default: float32 on a CPU, else the model's)",
+    )
+    parser.add_argument(
         "--cache",
         default="full",
         metavar="POLICY",
@@ -106,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         on_start=announce,
         device=arguments.device,
         weight_dtype=arguments.weight_dtype,
+        cache_dtype=arguments.cache_dtype,
         cache=arguments.cache,
     )
     return 0

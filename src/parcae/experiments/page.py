@@ -38,10 +38,10 @@ committed results, without training.
 
 
 SCALES = {
-    "micro": """Models of about 0.2 million parameters (0.03 to 0.8 million). Most runs on text take
-  1,000 steps (a million tokens): 400 or 500 for learning rates and mu, 4,000 and 12,000 where
-  data are the question; those at fixed FLOPs last as long as their budget. A run on a
-  synthetic task takes 4,000 steps.""",
+    "micro": """Models of about 0.2 million parameters (0.03 to 0.8 million), in one comparison 2.3
+  million. Most runs on text take 1,000 steps (a million tokens): 400 or 500 for learning rates and
+  mu, 4,000 and 12,000 where data are the question, 2,500 for the largest models; those at
+  fixed FLOPs last as long as their budget. A run on a synthetic task takes 4,000 steps.""",
     "paper": "The models, tokens and FLOPs of the paper.",
     "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
 }

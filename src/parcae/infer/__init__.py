@@ -11,7 +11,6 @@ layers     weights and layers in the form used for decoding
 quantise   storage of weights: float32, bfloat16, int8
 static     steps with static shapes, for accelerators
 native     passes of a few tokens in C++, on CPUs
-loop_trace what each loop does to each token of a text
 exit       when a token stops looping            sampling   from logits to a token
 """
 

@@ -136,7 +136,8 @@ class Batch:
     def write_kv(self, kv: Tensor, k_NKE: Tensor, v_NKE: Tensor) -> None:
         """Write the tokens' keys and values into `kv` [row, position, 2, K, E]."""
         if pads_attention(self.device):
-            kv[self._row_tensor, self.position_tensor] = torch.stack((k_NKE, v_NKE), 1)
+            new = torch.stack((k_NKE, v_NKE), 1)
+            kv[self._row_tensor, self.position_tensor] = new.to(kv.dtype)
             return
         if self._aligned_rows is not None:
             rows, span = self._aligned_rows, self.spans[0]
@@ -158,18 +159,18 @@ class Batch:
             rows = self._aligned_rows
             seen = kv[rows.start : rows.stop, : self.spans[0].end]
             k, v = seen.permute(2, 0, 3, 1, 4).unbind()
-            return _attend(q_NHE[:, :, None], k, v, None, False, scale)[:, :, 0]
+            return attention(q_NHE[:, :, None], k, v, None, False, scale)[:, :, 0]
         if pads_attention(self.device):
             k, v = self._seen_rows(kv).permute(2, 0, 3, 1, 4).unbind()
             q = q_NHE[self._padding.tokens].transpose(1, 2)
-            y = _attend(q, k, v, self._padding.mask, False, scale)
+            y = attention(q, k, v, self._padding.mask, False, scale)
             return y.transpose(1, 2).flatten(0, 1)[self._padding.places]
         outputs, start = [], 0
         for span, mask in zip(self.spans, self._masks, strict=True):
             q = q_NHE[start : start + span.count].transpose(0, 1)
             k, v = kv[span.row : span.row + 1, : span.end].permute(2, 0, 3, 1, 4).unbind()
             causal = span.first == 0 and span.count > 1
-            outputs.append(_attend(q[None], k, v, mask, causal, scale)[0].transpose(0, 1))
+            outputs.append(attention(q[None], k, v, mask, causal, scale)[0].transpose(0, 1))
             start += span.count
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -247,10 +248,11 @@ class PassOutput:
         return list(logits.numpy())
 
 
-def _attend(
+def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    """q [B, H, n, E] over keys and values [B, K, S, E]."""
+    """q [B, H, n, E] over keys and values [B, K, S, E], which may have fewer bits."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     return F.scaled_dot_product_attention(
         q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -13,7 +13,9 @@ Under every policy the tokens of one pass attend to each other loop by loop, so 
 exactly; only how later tokens attend to it is approximate.
 
 The keys and values of a layer are stored as [row, position, key or value, head, channel]: a row is
-one sequence, a token is contiguous, and copying a prefix is one copy.
+one sequence, a token is contiguous, and copying a prefix is one copy. Attention is computed in the
+dtype of the model: C++ converts keys and values in bfloat16 as it reads them, PyTorch those of a
+layer before.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +32,8 @@ from parcae.config import BlockShape, ConfigError, ModelConfig
 from parcae.console import format_bytes
 from parcae.machine import available_memory
 
+CacheDType = Literal["float32", "bfloat16"]
+CACHE_DTYPES: tuple[CacheDType, ...] = get_args(CacheDType)
 SMALLEST_CAPACITY = 64
 
 
@@ -177,8 +182,8 @@ class Cache:
             raise CacheTooLarge(
                 f"cache: {rows} rows x {capacity} tokens at {loops} loops need "
                 f"{format_bytes(needed)} ({format_bytes(bytes_per_token)} per token), but "
-                f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, or "
-                "a policy that shares slots (cache='last:2')."
+                f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, "
+                "cache_dtype='bfloat16', or a policy that shares slots (cache='last:2')."
             )
 
     def _make_views(self) -> None:

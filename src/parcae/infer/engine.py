@@ -31,7 +31,7 @@ from parcae.config import ConfigError, require
 from parcae.data.tokenizer import Tokenizer
 from parcae.device import check_compiler
 from parcae.infer import DRAFT_TOKENS, MAX_NEW_TOKENS, TEMPERATURE, decode
-from parcae.infer.cache import Policy
+from parcae.infer.cache import CacheDType, Policy
 from parcae.infer.exit import ExitRule
 from parcae.infer.layers import without_autocast
 from parcae.infer.network import Backend, TorchNetwork, open_network
@@ -58,6 +58,7 @@ class Engine:
         *,
         cache: str | Policy = "full",
         weight_dtype: WeightDType = "float32",
+        cache_dtype: CacheDType | None = None,
         backend: Backend = "auto",
         max_batch_size: int = 16,
         reuse_prefixes: bool = True,
@@ -70,6 +71,9 @@ class Engine:
         `cache`: which loops share keys and values: "full", "last:K", "first:K" or "shared".
 
         `weight_dtype`: storage format of matrices: "float32", "int8" or "bfloat16".
+
+        `cache_dtype`: storage format of keys and values: "float32" or "bfloat16", half the size.
+        The default is float32 on a CPU, else the model's.
 
         `backend`: "native" runs passes of a few tokens on a CPU in C++, compiled when first used;
         "torch" uses PyTorch only; "static" is PyTorch as accelerators like it: steps of fixed
@@ -112,7 +116,7 @@ class Engine:
         if compile:
             check_compiler(model.device, "compile")
         self.network = open_network(model, weight_dtype, backend)
-        self.cache = self.network.model.cache(cache, max_cache_bytes)
+        self.cache = self.network.model.cache(cache, max_cache_bytes, cache_dtype)
         self.rows = Rows(self.cache, max_batch_size, reuse_prefixes, at_once=compile)
         self.static: StaticDecoder | None = None
         if backend == "static" and isinstance(self.network, TorchNetwork):

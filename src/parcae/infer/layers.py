@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcae.config import BlockShape, ModelConfig
+from parcae.config import BlockShape, ModelConfig, require
 from parcae.infer.batch import AttentionBatch
-from parcae.infer.cache import Cache, Layout, Policy
+from parcae.infer.cache import CACHE_DTYPES, Cache, CacheDType, Layout, Policy
 from parcae.infer.quantise import FloatMatrix, Matrix, WeightDType, aligned, matrix, to_int8
 from parcae.model.base import LanguageModel
 from parcae.model.blocks import QK_NORM_EPS, Block, rope_table
@@ -261,7 +261,7 @@ class FoldedModel:
     layout: Layout
     device: torch.device
     dtype: torch.dtype
-    """The dtype of activations, tables and the cache."""
+    """The dtype of activations and tables."""
     embedding: Tensor
     unembedding: Tensor
     """The head, not quantised [V, d_e]."""
@@ -360,9 +360,17 @@ class FoldedModel:
     def layers(self) -> list[Layer]:
         return [*self.prelude, *self.core, *self.coda]
 
-    def cache(self, policy: Policy | str = "full", max_bytes: int | None = None) -> Cache:
-        """An empty cache for this model."""
-        return Cache(self.layout, Policy.parse(policy), self.dtype, self.device, max_bytes)
+    def cache(
+        self,
+        policy: Policy | str = "full",
+        max_bytes: int | None = None,
+        dtype: CacheDType | None = None,
+    ) -> Cache:
+        """An empty cache for this model. `dtype`: the default is the model's."""
+        known = dtype is None or dtype in CACHE_DTYPES
+        require(known, "cache_dtype", f"{dtype!r} is not an option", "Use float32 or bfloat16.")
+        stored = self.dtype if dtype is None else getattr(torch, dtype)
+        return Cache(self.layout, Policy.parse(policy), stored, self.device, max_bytes)
 
     def with_real_phases(self) -> FoldedModel:
         """The same model without complex numbers, which `torch.compile` does not generate code

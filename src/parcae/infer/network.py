@@ -28,10 +28,10 @@ from torch import Tensor
 
 from parcae.config import require
 from parcae.infer.batch import AttentionBatch, Batch, LayerCaches, PassOutput, Span
-from parcae.infer.cache import Cache, CacheTooLarge
+from parcae.infer.cache import Cache, CacheTooLarge, Policy
 from parcae.infer.exit import ExitMonitor, ExitRule
 from parcae.infer.layers import FoldedModel, Layer, LinearMix, memory_of
-from parcae.infer.native.choice import Passes
+from parcae.infer.native.choice import Choices, Passes
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
 from parcae.infer.native.network import NativeNetwork
 from parcae.infer.quantise import WEIGHT_DTYPES, WeightDType
@@ -263,14 +263,15 @@ class AutoNetwork:
     def __init__(self, model: FoldedModel, kernels: Kernels) -> None:
         self.model, self.kernels = model, kernels
         self.native, self.torch = NativeNetwork(model, kernels), TorchNetwork(model)
-        shape = f"{model.config}, {model.weight_dtype}"
-        self._choices = kernels.choices(shape) if kernels.measured else None
+        self._choices: dict[torch.dtype, Choices] = {}
+        """By the dtype of the cache, which PyTorch converts if it is not the model's."""
 
     @property
     def name(self) -> str:
         """What decodes a single text."""
         native = f"C++ ({self.kernels.target})"
-        return native if self._prefers_native(1) else f"PyTorch, measured faster than {native}"
+        is_native = self._prefers_native(1, self.model.dtype)
+        return native if is_native else f"PyTorch, measured faster than {native}"
 
     @cached_property
     def drafter(self) -> AutoNetwork:
@@ -287,21 +288,30 @@ class AutoNetwork:
             models.append(self.drafter.model)
         return memory_of(tensor for model in models for tensor in model.tensors)
 
-    def choose(self, batch: Batch, exits: Sequence[ExitRule | None] | None) -> Network:
+    def choose(
+        self, batch: Batch, cache: Cache, exits: Sequence[ExitRule | None] | None
+    ) -> Network:
         """The network that runs a pass."""
-        is_native = self.native.supports(batch, exits) and self._prefers_native(len(batch))
+        supported = self.native.supports(batch, exits)
+        is_native = supported and self._prefers_native(len(batch), cache.dtype)
         return self.native if is_native else self.torch
 
-    def _prefers_native(self, tokens: int) -> bool:
+    def _prefers_native(self, tokens: int, dtype: torch.dtype) -> bool:
+        if not self.kernels.measured:
+            return True
+        if dtype not in self._choices:
+            shape = f"{self.model.config}, {self.model.weight_dtype}"
+            converted = "" if dtype == self.model.dtype else f", cache in {dtype}"
+            self._choices[dtype] = self.kernels.choices(shape + converted)
         try:
-            return self._choices is None or self._choices.prefers_native(tokens, self._passes)
+            return self._choices[dtype].prefers_native(tokens, partial(self._passes, dtype))
         except CacheTooLarge:  # for the measurement; the pass itself may need less
             return True
 
-    def _passes(self, tokens: int) -> Passes:
+    def _passes(self, dtype: torch.dtype, tokens: int) -> Passes:
         """Passes with one loop in C++ and in PyTorch, for time measurements."""
         position = min(15, self.model.config.context_length - 1)
-        cache = self.model.cache()
+        cache = Cache(self.model.layout, Policy.parse("full"), dtype, self.model.device)
         cache.reserve(tokens, position + 1, 1)
         for part in (cache.outer, cache.core):
             part.zero_()
@@ -321,7 +331,7 @@ class AutoNetwork:
         predict: Sequence[int] | None = None,
     ) -> PassOutput:
         """See `Network.forward`."""
-        return self.choose(batch, exits).forward(batch, cache, max_loops, exits, predict)
+        return self.choose(batch, cache, exits).forward(batch, cache, max_loops, exits, predict)
 
 
 AnyNetwork = TorchNetwork | AutoNetwork

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from parcae.infer.batch import attention
 from parcae.infer.cache import Cache
 from parcae.infer.network import TorchNetwork
 from parcae.infer.request import Request
@@ -92,17 +92,13 @@ class StaticBatch:
     def write_kv(self, kv: LayerKV, k_NKE: Tensor, v_NKE: Tensor) -> None:
         rows = torch.arange(len(self), device=k_NKE.device)
         at = (torch.full_like(rows, kv.layer), rows, self.position_tensor)
-        new = torch.stack((k_NKE, v_NKE), 1)
+        new = torch.stack((k_NKE, v_NKE), 1).to(kv.kv.dtype)
         kv.kv.index_put_(at, torch.where(self.live[:, None, None, None], new, kv.kv[at]))
 
     def attend(self, q_NHE: Tensor, kv: LayerKV, scale: float | None = None) -> Tensor:
         seen = kv.kv[kv.layer, : len(self), : self.length]
         k, v = seen.permute(2, 0, 3, 1, 4).unbind()
-        grouped = q_NHE.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(
-            q_NHE[:, :, None], k, v, self.mask, scale=scale, enable_gqa=grouped
-        )
-        return y[:, :, 0]
+        return attention(q_NHE[:, :, None], k, v, self.mask, False, scale)[:, :, 0]
 
 
 def decode_step(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parcae import plotting
-from parcae.infer.loop_trace import LoopTrace
+from parcae.evaluation.loop_trace import LoopTrace
 
 MONOSPACE = "DejaVu Sans Mono"
 MAX_LABEL = 14

@@ -19,7 +19,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 
 from parcae.config import ConfigError, require
-from parcae.infer.loop_trace import trace_next_token
+from parcae.evaluation.loop_trace import trace_next_token
 from parcae.infer.request import check_prompt
 from parcae.plotting import page_style
 from parcae.runs import Checkpoint

@@ -1,4 +1,5 @@
-// Attention of some heads of one token over the keys and values of its row.
+// Attention of some heads of one token over the keys and values of its row, which are floats or
+// BFloat16 (`Element`); sums are always floats.
 
 #pragma once
 
@@ -9,7 +10,8 @@
 namespace {
 
 constexpr int64_t KEY_BLOCK = 8;  // keys read for all heads before the next: sequential memory
-constexpr int64_t LINE = 16;      // floats of a cache line
+template <typename Element>
+constexpr int64_t LINE = 64 / sizeof(Element);  // elements of a cache line
 
 // Rotary embedding of one head in place, then division by its norm unless `floor` is negative.
 inline void apply_rope(float* head, const float* phases, int64_t head_dim, float floor) {
@@ -24,16 +26,16 @@ inline void apply_rope(float* head, const float* phases, int64_t head_dim, float
 }
 
 // The scores of KEYS keys, in steps of a vector: enough sums that additions need not wait.
-template <int KEYS>
-inline void score_keys(const float* q, const float* keys, int64_t stride, int64_t head_dim,
+template <int KEYS, typename Element>
+inline void score_keys(const float* q, const Element* keys, int64_t stride, int64_t head_dim,
                        float scale, float* scores) {
     const int64_t whole = head_dim / LANES * LANES, rest = head_dim - whole;
     Floats total[KEYS] = {};
     for (int64_t i = 0; i < whole; i += LANES) {
         const Floats query = in_register(load(q + i));
         for (int k = 0; k < KEYS; k++) {
-            const float* channels = keys + k * stride + i;
-            if (i % LINE == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
+            const Element* channels = keys + k * stride + i;
+            if (i % LINE<Element> == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
             total[k] = multiply_add(query, load(channels), total[k]);
         }
     }
@@ -44,7 +46,8 @@ inline void score_keys(const float* q, const float* keys, int64_t stride, int64_
         store(scores + k, sums(total[k], total[k + 1], total[k + 2], total[k + 3]) * scale);
 }
 
-inline void score(const float* q, const float* keys, int64_t stride, int64_t count,
+template <typename Element>
+inline void score(const float* q, const Element* keys, int64_t stride, int64_t count,
                   int64_t head_dim, float scale, float* scores) {
     int64_t s = 0;
     for (; s + 8 <= count; s += 8)
@@ -69,21 +72,22 @@ inline void softmax(float* scores, int64_t length) {
 }
 
 // out += the weighted sum of the values, for V vectors of a head.
-template <int V>
-inline void weighted_sum_vectors(const float* values, int64_t stride, const float* weights,
+template <int V, typename Element>
+inline void weighted_sum_vectors(const Element* values, int64_t stride, const float* weights,
                                  int64_t count, float* out) {
     Floats total[V];
     for (int v = 0; v < V; v++) total[v] = load(out + v * LANES);
     for (int64_t s = 0; s < count; s++)
         for (int v = 0; v < V; v++) {
-            const float* channels = values + s * stride + v * LANES;
-            if (v * LANES % LINE == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
+            const Element* channels = values + s * stride + v * LANES;
+            if (v * LANES % LINE<Element> == 0) __builtin_prefetch(channels + KEY_BLOCK * stride);
             total[v] = multiply_add(broadcast(weights[s]), load(channels), total[v]);
         }
     for (int v = 0; v < V; v++) store(out + v * LANES, total[v]);
 }
 
-inline void weighted_sum(const float* values, int64_t stride, const float* weights, int64_t count,
+template <typename Element>
+inline void weighted_sum(const Element* values, int64_t stride, const float* weights, int64_t count,
                          int64_t head_dim, float* out) {
     int64_t i = 0;
     for (; i + 8 * LANES <= head_dim; i += 8 * LANES)
@@ -93,7 +97,8 @@ inline void weighted_sum(const float* values, int64_t stride, const float* weigh
     for (; i + LANES <= head_dim; i += LANES)
         weighted_sum_vectors<1>(values + i, stride, weights, count, out + i);
     for (; i < head_dim; i++)
-        for (int64_t s = 0; s < count; s++) out[i] += weights[s] * values[s * stride + i];
+        for (int64_t s = 0; s < count; s++)
+            out[i] += weights[s] * load_some(values + s * stride + i, 1)[0];
 }
 
 struct Heads {
@@ -106,7 +111,8 @@ struct Heads {
 
 // q and out are [heads, head_dim]; `row` has the keys and values from position 0 on.
 // `scores` has `scores_stride` floats per head.
-inline void attend(const Heads& heads, const float* q, const float* row, int64_t length,
+template <typename Element>
+inline void attend(const Heads& heads, const float* q, const Element* row, int64_t length,
                    float* scores, int64_t scores_stride, float* out) {
     const int64_t E = heads.head_dim, stride = heads.stride;
     auto for_blocks = [&](auto function) {
@@ -117,12 +123,12 @@ inline void attend(const Heads& heads, const float* q, const float* row, int64_t
                          scores + (h - heads.begin) * scores_stride + first);
         }
     };
-    for_blocks([&](int64_t h, const float* keys, int64_t count, float* block) {
+    for_blocks([&](int64_t h, const Element* keys, int64_t count, float* block) {
         score(q + h * E, keys, stride, count, E, heads.scale, block);
     });
     std::memset(out + heads.begin * E, 0, (heads.end - heads.begin) * E * sizeof(float));
     for (int64_t h = 0; h < heads.end - heads.begin; h++) softmax(scores + h * scores_stride, length);
-    for_blocks([&](int64_t h, const float* keys, int64_t count, float* weights) {
+    for_blocks([&](int64_t h, const Element* keys, int64_t count, float* weights) {
         weighted_sum(keys + stride / 2, stride, weights, count, E, out + h * E);
     });
 }

@@ -31,10 +31,18 @@ struct Tokens {
     int64_t index(int64_t t) const { return indices ? indices[t] : t; }
 };
 
-// A layer's part of the cache [row, position, 2, kv_heads, head_dim].
+// A layer's part of the cache [row, position, 2, kv_heads, head_dim], of float or BFloat16.
 struct KvCache {
-    float* data;
+    void* data;
     int64_t row_stride;
+    bool bfloat16;
+
+    // Calls `function` with a pointer to the elements of a row.
+    template <typename Function>
+    void with_row(int64_t row, Function function) const {
+        if (bfloat16) function(static_cast<BFloat16*>(data) + row * row_stride);
+        else function(static_cast<float*>(data) + row * row_stride);
+    }
 };
 
 struct Scratch {
@@ -78,15 +86,17 @@ void write_kv(const Team& team, const Layer& layer, const Tokens& tokens, const 
         float* row = projected + t * layer.inner.out;
         apply_rope(row + h * E, phases + tokens.positions[at] * E, E, layer.qk_floor);
         if (h < H) continue;
-        float* key = kv.data + tokens.rows[at] * kv.row_stride +
-                     tokens.positions[at] * 2 * K * E + (h - H) * E;
-        float* value = key + K * E;
-        std::memcpy(key, row + h * E, E * sizeof(float));
-        std::memcpy(value, row + (h + K) * E, E * sizeof(float));
-        if (!layer.value_table) continue;
-        const float* extra = layer.value_table + (tokens.ids[at] * K + h - H) * E;
-        float gate = 2 / (1 + std::exp(-row[(H + 2 * K) * E + h - H]));
-        for (int64_t i = 0; i < E; i++) value[i] += gate * extra[i];
+        float *key = row + h * E, *value = key + K * E;
+        if (layer.value_table) {
+            const float* extra = layer.value_table + (tokens.ids[at] * K + h - H) * E;
+            float gate = 2 / (1 + std::exp(-row[(H + 2 * K) * E + h - H]));
+            for (int64_t i = 0; i < E; i++) value[i] += gate * extra[i];
+        }
+        kv.with_row(tokens.rows[at], [&](auto* target) {
+            target += tokens.positions[at] * 2 * K * E + (h - H) * E;
+            convert(key, E, target);
+            convert(value, E, target + K * E);
+        });
     }
     team.sync();
 }
@@ -99,9 +109,10 @@ void attend_all(const Team& team, const Layer& layer, const Tokens& tokens, cons
     team.for_each(tokens.count * parts, [&](int64_t job) {
         const int64_t t = job / parts, part = job % parts, at = tokens.index(t);
         Heads heads{H * part / parts, H * (part + 1) / parts, H / K, E, 2 * K * E, layer.score_scale};
-        attend(heads, scratch.projected + t * layer.inner.out,
-               kv.data + tokens.rows[at] * kv.row_stride, tokens.positions[at] + 1,
-               scratch.scores, scratch.scores_stride, scratch.attended + t * H * E);
+        kv.with_row(tokens.rows[at], [&](const auto* row) {
+            attend(heads, scratch.projected + t * layer.inner.out, row, tokens.positions[at] + 1,
+                   scratch.scores, scratch.scores_stride, scratch.attended + t * H * E);
+        });
     });
     team.sync();
 }

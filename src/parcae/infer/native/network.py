@@ -60,6 +60,7 @@ class NativeNetwork:
         predict: Sequence[int] | None = None,
     ) -> PassOutput:
         """See `Network.forward`."""
+        assert cache.dtype in (torch.float32, torch.bfloat16)
         predict = range(len(batch)) if predict is None else predict
         loops = range(1, max(max_loops) + 1) if self._model.core else range(0)
         has_depths = bool(loops) and (exits is not None or len(set(max_loops)) > 1)
@@ -90,6 +91,7 @@ class NativeNetwork:
             positions=positions,
             outer=outer,
             core=core,
+            cache_item=cache.dtype.itemsize,
             outer_layer=outer_layer,
             outer_row=outer_row,
             core_layer=core_layer,

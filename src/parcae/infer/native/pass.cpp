@@ -34,8 +34,9 @@ struct Pass {
     int64_t tokens;
     const int64_t *ids, *rows, *positions;
     // [layer, row, position, 2, kv_heads, head_dim]; for the core [slot * layer, ...]
-    float *outer, *core;
-    int64_t outer_layer, outer_row, core_layer, core_row;  // strides
+    char *outer, *core;
+    int64_t cache_item;  // bytes of an element: 4 for float, 2 for BFloat16
+    int64_t outer_layer, outer_row, core_layer, core_row;  // strides in elements
     int64_t loops;
     const int64_t* slots;     // cache slot of every loop
     // Early exit, or null if all tokens run all loops. A token stops after `limits` loops, or when a
@@ -120,10 +121,14 @@ struct PassRunner {  // the pass as one thread runs it
     void outer_layers(int64_t first_layer, int64_t first_cache_layer, int64_t count,
                       const Tokens& tokens) const {
         for (int64_t i = 0; i < count; i++) {
-            KvCache kv{pass.outer + (first_cache_layer + i) * pass.outer_layer, pass.outer_row};
-            run_layer(team, model.layers[first_layer + i], tokens, kv, model.outer_phases, x,
-                      scratch);
+            const int64_t offset = (first_cache_layer + i) * pass.outer_layer;
+            run_layer(team, model.layers[first_layer + i], tokens,
+                      kv_cache(pass.outer, offset, pass.outer_row), model.outer_phases, x, scratch);
         }
+    }
+
+    KvCache kv_cache(char* data, int64_t offset, int64_t row_stride) const {
+        return {data + offset * pass.cache_item, row_stride, pass.cache_item == sizeof(BFloat16)};
     }
 
     // The rows of the given tokens, one after the other.
@@ -198,10 +203,10 @@ struct PassRunner {  // the pass as one thread runs it
     void one_loop(const Tokens& tokens, int64_t loop) const {
         inject(tokens);
         for (int64_t i = 0; i < model.core; i++) {
-            int64_t cache_layer = pass.slots[loop] * model.core + i;
-            KvCache kv{pass.core + cache_layer * pass.core_layer, pass.core_row};
-            run_layer(team, model.layers[model.prelude + i], tokens, kv, model.core_phases,
-                      pass.state, scratch);
+            const int64_t offset = (pass.slots[loop] * model.core + i) * pass.core_layer;
+            run_layer(team, model.layers[model.prelude + i], tokens,
+                      kv_cache(pass.core, offset, pass.core_row), model.core_phases, pass.state,
+                      scratch);
         }
     }
 
@@ -295,14 +300,14 @@ struct PassRunner {  // the pass as one thread runs it
     // Copy the last keys and values of a token that stopped early to the slots of its other loops.
     void settle(int64_t t) const {
         const Layer& layer = model.layers[model.prelude];
-        const int64_t size = 2 * layer.kv_heads * layer.head_dim;
-        float* kv = pass.core + all.rows[t] * pass.core_row + all.positions[t] * size;
-        const int64_t ran = pass.ran[t];
+        const int64_t size = 2 * layer.kv_heads * layer.head_dim, item = pass.cache_item;
+        char* kv = pass.core + (all.rows[t] * pass.core_row + all.positions[t] * size) * item;
+        const int64_t ran = pass.ran[t], layer_bytes = pass.core_layer * item;
         for (int64_t later = ran; later < pass.settled[t]; later++)
             for (int64_t i = 0; i < model.core && pass.slots[later] != pass.slots[ran - 1]; i++) {
-                float* from = kv + (pass.slots[ran - 1] * model.core + i) * pass.core_layer;
-                float* to = kv + (pass.slots[later] * model.core + i) * pass.core_layer;
-                std::copy_n(from, size, to);
+                const char* from = kv + (pass.slots[ran - 1] * model.core + i) * layer_bytes;
+                char* to = kv + (pass.slots[later] * model.core + i) * layer_bytes;
+                std::copy_n(from, size * item, to);
             }
     }
 
@@ -438,8 +443,9 @@ const char* parcae_structures() {
         end(sizeof(Model));
         begin("Pass", sizeof(Pass));
         FIELD(Pass, tokens); FIELD(Pass, ids); FIELD(Pass, rows); FIELD(Pass, positions);
-        FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, outer_layer); FIELD(Pass, outer_row);
-        FIELD(Pass, core_layer); FIELD(Pass, core_row); FIELD(Pass, loops); FIELD(Pass, slots);
+        FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, cache_item); FIELD(Pass, outer_layer);
+        FIELD(Pass, outer_row); FIELD(Pass, core_layer); FIELD(Pass, core_row);
+        FIELD(Pass, loops); FIELD(Pass, slots);
         FIELD(Pass, limits); FIELD(Pass, settled); FIELD(Pass, min_change); FIELD(Pass, watched);
         FIELD(Pass, order); FIELD(Pass, ran); FIELD(Pass, active); FIELD(Pass, state);
         FIELD(Pass, predicted); FIELD(Pass, predict); FIELD(Pass, logits); FIELD(Pass, scratch);

@@ -31,6 +31,12 @@ constexpr int LANES = 4, REGISTERS = 16;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Quad __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+struct BFloat16 {  // the upper half of a float
+    uint16_t bits;
+};
 
 template <typename Vector>
 inline Vector load_as(const void* p) {
@@ -40,6 +46,14 @@ inline Vector load_as(const void* p) {
 }
 
 inline Floats load(const float* p) { return load_as<Floats>(p); }
+
+inline Floats load(const BFloat16* p) {
+#if defined(__AVX512F__)  // GCC would convert two halves
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16);
+#else
+    return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
+#endif
+}
 
 template <typename Vector>
 inline void store(void* p, Vector value) {
@@ -60,10 +74,24 @@ inline Vector in_register(Vector value) {
 }
 
 // The first n < LANES, then zeros.
-inline Floats load_some(const float* p, int64_t n) {
-    Floats values = {};
-    std::memcpy(&values, p, n * sizeof(float));
-    return values;
+template <typename Element>
+inline Floats load_some(const Element* p, int64_t n) {
+    Element values[LANES] = {};
+    std::memcpy(values, p, n * sizeof(Element));
+    return load(values);
+}
+
+inline void convert(const float* from, int64_t n, float* to) {
+    std::memcpy(to, from, n * sizeof(float));
+}
+
+// To the nearest, ties to even, as PyTorch rounds.
+inline void convert(const float* from, int64_t n, BFloat16* to) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = load_as<uint32_t>(from + i);
+        const uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+        to[i].bits = std::isnan(from[i]) ? 0x7fc0 : rounded >> 16;
+    }
 }
 
 // a * b + total, rounded once if the CPU has such an instruction. Explicit, because a compiler
@@ -102,7 +130,8 @@ inline Quad sums(Floats v0, Floats v1, Floats v2, Floats v3) {
     return Quad{ab[0], ab[1], cd[0], cd[1]} + Quad{ab[2], ab[3], cd[2], cd[3]};
 }
 
-inline float dot(const float* a, const float* b, int64_t n) {
+template <typename Element>
+inline float dot(const float* a, const Element* b, int64_t n) {
     Floats total = {};
     int64_t i = 0;
     for (; i + LANES <= n; i += LANES) total = multiply_add(load(a + i), load(b + i), total);
