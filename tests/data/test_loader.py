@@ -3,8 +3,6 @@
 import gc
 import json
 import multiprocessing
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -353,7 +351,7 @@ def test_killed_at_random_moments_nothing_is_lost_or_repeated(tmp_path):
         while child.is_alive() and steps_in(log) < kill_at:
             time.sleep(rng.uniform(0, 0.002))
         if child.is_alive():
-            os.kill(child.pid, signal.SIGKILL)
+            child.kill()
             child.join()
             steps_at_kill.add(steps_in(log))
         if child.exitcode == 0:
