@@ -75,10 +75,11 @@ def made_up(run: Run, bonus: float = 0.0) -> dict[str, Any]:
     row |= labels
     if "task" in labels:
         levels = TASKS[labels["task"]].levels
-        deepest = (1, 2, 3, 4, 6, 8, 12, 16) if labels["model"] == "looped" else (1,)
+        depths = (*range(1, 9), 12, 16, 24, 32) if labels["model"] == "looped" else (1,)
+        steps = 1 if labels["task"].startswith("walks") else 4
         row["accuracy"] = {
-            str(t): {str(level): min(1.0, 0.2 + t / (4 * level) + noise) for level in levels}
-            for t in deepest
+            str(t): {str(level): min(1.0, 0.2 + t / (steps * level) + noise) for level in levels}
+            for t in depths
         }
     return row
 
@@ -233,6 +234,17 @@ def test_accuracy_grows_from_one_loop_to_eight():
     assert "pointers" in claims[0].evidence
     harder = CATALOGUE["reasoning-harder"].claims(results_of("reasoning-harder"))
     assert harder[2].verdict == "shown"
+
+
+@pytest.mark.slow
+def test_each_loop_takes_one_more_step():
+    results = results_of("walks")
+    claims = CATALOGUE["walks"].claims(results)
+    assert [claim.verdict for claim in claims] == ["shown"] * 3 + ["not shown at this scale"]
+    assert "at T = 1, 2, 4, 8: 1, 2, 5, 8;" in claims[2].evidence
+    for row in results.where(task="walks-unseen"):
+        row["accuracy"]["8"] = row["accuracy"]["2"]
+    assert CATALOGUE["walks"].claims(results)[3].verdict == "shown"
 
 
 def test_the_share_of_the_gap_in_core_is_reported_where_core_was_measured():

@@ -5,7 +5,7 @@ experiment     what an experiment is: runs, measurements, claims, figure
 scales         the sizes at which they run
 store          runs by the content of their recipe
 verdicts       rules that turn numbers and their spread into a verdict
-tasks          pointer chasing and modular arithmetic
+tasks          walks, pointer chasing and modular arithmetic
 page           docs/reproduction.md
 figures        panels that several experiments draw
 paper_runs     the paper's grid of budgets and loops; runs simulated from its published laws
@@ -16,5 +16,5 @@ training       ablation_ladder, choose_mu, lr_robustness, lr_sweep, per_sequence
                truncated_sampling
 comparisons    rdm_comparison, transformer_comparison, tokenizer
 scaling laws   isoflop, test_time, unified
-not in the paper   discretisation, fixed_or_sampled, reasoning, tuned_rates
+not in the paper   discretisation, fixed_or_sampled, reasoning, tuned_rates, walks
 """

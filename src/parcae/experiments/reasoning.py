@@ -1,4 +1,4 @@
-"""Beyond the paper: tasks in which depth decides, for a model the size of a shallow one.
+"""Beyond the paper: pointers and arithmetic, for a model the size of a shallow one.
 
 A looped model of three layers, a Transformer of the same three, and a Transformer as deep as the
 loop unrolled, on pointer chasing; then more nodes and hops, hops that training left out, and
@@ -69,17 +69,7 @@ class Reasoning(Experiment):
         yield FIRST, 0, "deep"
 
     def measure(self, run: Run, store: Store) -> Row:
-        task, folder = TASKS[run.labels["task"]], store.folder(run)
-        result = read_result(folder)
-        loops = LOOPS if run.labels["model"] == "looped" else (1,)
-        return {
-            "status": getattr(result, "status", None),
-            "parameters": getattr(result, "parameters", None),
-            "accuracy": {
-                str(depth): {str(level): round(share, 4) for level, share in by_level.items()}
-                for depth, by_level in accuracies(load(folder), task, loops).items()
-            },
-        }
+        return measure_accuracy(run, store, LOOPS)
 
     def claims(self, results: Results) -> list[Claim]:
         gains, leads, texts = [], [], []
@@ -154,6 +144,21 @@ class HarderReasoning(Reasoning):
             f"{describe(many.values(), 2)} with 16; the start itself is the answer in {start:.2f}",
         )
         return [*super().claims(results), unseen]
+
+
+def measure_accuracy(run: Run, store: Store, loops: Sequence[int]) -> Row:
+    """What is kept of a run on a task; a Transformer has one number of loops."""
+    task, folder = TASKS[run.labels["task"]], store.folder(run)
+    result = read_result(folder)
+    depths = loops if run.labels["model"] == "looped" else (1,)
+    return {
+        "status": getattr(result, "status", None),
+        "parameters": getattr(result, "parameters", None),
+        "accuracy": {
+            str(depth): {str(level): round(share, 4) for level, share in by_level.items()}
+            for depth, by_level in accuracies(load(folder), task, depths).items()
+        },
+    }
 
 
 def share_at_start(nodes: int, hops: int) -> float:

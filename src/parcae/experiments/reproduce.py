@@ -31,6 +31,7 @@ from parcae.experiments.transformer_comparison import TransformerComparison
 from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
+from parcae.experiments.walks import OneStepPerLoop
 from parcae.files import FileError, interpreting, read_json, reading, write_text
 from parcae.recipe import build
 from parcae.schema import suggest
@@ -39,6 +40,7 @@ from parcae.sweeps.slurm import SlurmConfig, check_slurm
 CATALOGUE: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
+        OneStepPerLoop(),
         Reasoning(),
         TransformerComparison(),
         TestTime(),

@@ -1,11 +1,11 @@
-"""Tasks in which the number of dependent steps decides: pointer chasing and modular arithmetic.
+"""Tasks in which the number of dependent steps decides: walks, pointers and modular arithmetic.
 
 A row states a problem and asks several questions; the loss is on the answers only. Problems are
 drawn again for every step, from (seed, step), so there is nothing to store and nothing to memorise.
 
-    task = TASKS["pointers"]
+    task = TASKS["walks"]
     examples = task.draw(64, np.random.default_rng(0))
-    examples.tokens, examples.levels            # [rows, length + 1]
+    examples.tokens, examples.answers, examples.levels            # [rows, length]
 
 A recipe names a task as its only source, "task:pointers"; `train_task` trains it into a run folder
 like any other; `python -m parcae.experiments.tasks train RECIPE --out RUN` does so in a process.
@@ -46,16 +46,24 @@ TRAINING, HELD_OUT = 0, 1
 
 
 class Examples(NamedTuple):
-    """Rows of a task, int64 [rows, length + 1] each."""
+    """Rows of a task, int64 [rows, length] each."""
 
     tokens: np.ndarray
+    answers: np.ndarray
+    """What the model should predict at a position that has a level."""
     levels: np.ndarray
     """How many dependent steps the answer at a position takes; 0 where there is no answer."""
 
+    @classmethod
+    def of_text(cls, text: np.ndarray, levels: np.ndarray) -> Examples:
+        """Rows in which each answer is the next token, from [rows, length + 1]; `levels` are those
+        of the tokens."""
+        return cls(text[:, :-1], text[:, 1:], levels[:, 1:])
+
     def batch(self) -> Batch:
         """Inputs and targets; only answers are targets."""
-        targets = np.where(self.levels > 0, self.tokens, IGNORED_TARGET)[:, 1:]
-        return Batch(*(torch.from_numpy(x.copy()) for x in (self.tokens[:, :-1], targets)))
+        targets = np.where(self.levels > 0, self.answers, IGNORED_TARGET)
+        return Batch(torch.from_numpy(self.tokens.copy()), torch.from_numpy(targets))
 
 
 class Task(ABC):
@@ -133,7 +141,7 @@ class PointerChasing(Task):
         first = np.full((rows, 1), self.nodes)
         flat = (first, pairs, queries.reshape(rows, -1))
         zeros = np.zeros((rows, 1 + 2 * self.nodes), dtype=levels.dtype)
-        return Examples(
+        return Examples.of_text(
             np.concatenate(flat, 1), np.concatenate((zeros, levels.reshape(rows, -1)), 1)
         )
 
@@ -149,6 +157,58 @@ class PointerChasing(Task):
 
 def _permutations(rows: int, nodes: int, random: np.random.Generator) -> np.ndarray:
     return random.random((rows, nodes)).argsort(1)
+
+
+@dataclass(frozen=True)
+class Walks(Task):
+    """A permutation as shuffled edges, one token each, then walks along them.
+
+    A walk is its start and an arrow for every further step. Every position asks where the walk is
+    after the step from it, so a walk of eight steps has eight answers, and no position shows the
+    answer of another.
+    """
+
+    nodes: int = 8
+    steps: int = 8
+    """Of a walk in training."""
+    tested_steps: int = 8
+    walks: int = 4
+
+    @property
+    def vocab_size(self) -> int:
+        return self.nodes + 3 + self.nodes**2
+
+    @property
+    def levels(self) -> range:
+        return range(1, self.tested_steps + 1)
+
+    @property
+    def length(self) -> int:
+        return 1 + self.nodes + self.walks * self.tested_steps
+
+    def draw(
+        self, rows: int, random: np.random.Generator, *, every_level: bool = False
+    ) -> Examples:
+        arrow, blank, first, edge = range(self.nodes, self.nodes + 4)
+        successors = _permutations(rows, self.nodes, random)
+        order = _permutations(rows, self.nodes, random)
+        each = np.arange(rows)[:, None]
+        edges = edge + order * self.nodes + successors[each, order]
+        steps = self.tested_steps if every_level else self.steps
+        node = random.integers(0, self.nodes, (rows, self.walks))
+        walks = np.full((rows, self.walks, self.tested_steps), blank)
+        walks[..., :steps] = arrow
+        walks[..., 0] = node
+        answers, levels = np.zeros_like(walks), np.zeros_like(walks)
+        for step in range(steps):
+            node = successors[each, node]
+            answers[..., step], levels[..., step] = node, step + 1
+        none = np.zeros((rows, 1 + self.nodes), dtype=walks.dtype)
+        start = np.full((rows, 1), first)
+        return Examples(
+            np.concatenate((start, edges, walks.reshape(rows, -1)), 1),
+            *(np.concatenate((none, part.reshape(rows, -1)), 1) for part in (answers, levels)),
+        )
 
 
 @dataclass(frozen=True)
@@ -187,7 +247,7 @@ class ModularArithmetic(Task):
                 end = (index + 1) * width
                 tokens[row, end - 1 - len(expression) : end + 1] = [*expression, equals, value]
                 levels[row, end] = count
-        return Examples(tokens, levels)
+        return Examples.of_text(tokens, levels)
 
     def _expression(self, operators: int, random: np.random.Generator) -> tuple[list[int], int]:
         if operators == 0:
@@ -201,7 +261,9 @@ class ModularArithmetic(Task):
 
 
 TASKS: dict[str, Task] = {
-    "pointers-small": PointerChasing(nodes=5, hops=3, tested_hops=3, queries=16),
+    "walks-small": Walks(nodes=6, steps=6, tested_steps=6),
+    "walks": Walks(),
+    "walks-unseen": Walks(steps=4),
     "pointers": PointerChasing(),
     "pointers-large": PointerChasing(nodes=8, hops=8, tested_hops=8),
     "pointers-unseen": PointerChasing(hops=4, tested_hops=8, queries=4, unary=True),
@@ -302,7 +364,7 @@ def accuracies(
     """The share of right answers by number of loops, then by level, on `rows` held-out rows."""
     examples = task.draw(rows, np.random.default_rng((HELD_OUT, 1)), every_level=True)
     inputs, targets = examples.batch()
-    levels = torch.from_numpy(examples.levels[:, 1:])
+    levels = torch.from_numpy(examples.levels)
     right: dict[int, torch.Tensor] = {}
     for depth, x in model.readings(inputs, loops, state="zero"):
         right[depth] = model.logits(x).argmax(-1) == targets
