@@ -247,6 +247,16 @@ def test_each_loop_takes_one_more_step():
     assert CATALOGUE["walks"].claims(results)[3].verdict == "shown"
 
 
+@pytest.mark.slow
+def test_variants_on_walks_are_compared_at_their_loops():
+    results = results_of("walks-ladder")
+    for row in results.where(variant="Parcae, always 8 loops"):
+        row["accuracy"]["2"] = row["accuracy"]["1"]
+    verdicts = [claim.verdict for claim in CATALOGUE["walks-ladder"].claims(results)]
+    assert verdicts[3] == "shown"  # fewer walks at T = 2
+    assert verdicts[4] == "not shown at this scale"  # all are solved at T = 16 and 32
+
+
 def test_the_share_of_the_gap_in_core_is_reported_where_core_was_measured():
     scores = {"transformer": {"w64": 10.0, "w96": 20.0, "w128": 30.0}}
     scores["parcae"] = {"w64": 15.0, "w96": 25.0}

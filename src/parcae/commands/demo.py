@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
-TASK, TASK_STEPS, TASK_ROWS = "pointers-small", 800, 32
+TASK, TASK_STEPS = "walks-small", 800
 Accuracy = Mapping[int, Mapping[int, float]]
-"""The share of right answers by number of loops, then by number of hops."""
+"""The share of right answers by number of loops, then by steps of a walk."""
 TRAIN_AGAIN = "`make demo AGAIN=1`, or `parcae demo --overwrite`, trains it again."
 
 
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.training.run import train
 
     task_recipe = _task_recipe(overrides)
-    folder, task_folder = arguments.out / "run", arguments.out / "pointers"
+    folder, task_folder = arguments.out / "run", arguments.out / "walks"
     console.out.print(
         "A looped model applies the same layers to its activations several times: the same\n"
         "weights, more computation. This trains two small ones.\n"
     )
     console.out.print(
-        "1. Following pointers. Given 2 -> 5, 5 -> 1, ... in random order, where do three hops\n"
-        "   from 2 lead? Each hop depends on the one before. About two minutes.\n",
+        "1. Walking. Given 2 -> 5, 5 -> 1, ... in random order, where is a walk from 2 after one,\n"
+        "   two, ..., six steps? Each step depends on the one before. About a minute.\n",
         highlight=False,
     )
     result = _train(task_recipe, task_folder, arguments.overwrite, train_task)
@@ -80,15 +80,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _task_recipe(overrides: Mapping[str, Any]) -> Recipe:
-    """Pointer chasing on the defaults of the experiments; fewer steps if the demo has fewer."""
+    """Shorter walks than in the experiment, for fewer steps; fewer still if the demo has fewer."""
     from parcae.experiments.scales import Scale
+    from parcae.experiments.walks import CORE_LAYERS, TRAINING
 
     scale = Scale()
     steps = min(TASK_STEPS, overrides.get("budget", {}).get("steps", TASK_STEPS))
     tree = scale.task(
         TASK,
-        model={"loop": {"mean_loops": 6}},
-        data={"global_batch": TASK_ROWS, "micro_batch": TASK_ROWS},
+        model={"core_layers": CORE_LAYERS},
+        data=TRAINING["data"],
         budget={"steps": steps},
     )
     return scale.recipe(tree, seed=0)
@@ -147,10 +148,10 @@ def _explain(
 
     from parcae import console
 
-    hops = list(accuracy[1])
-    columns = ("loops T", *(console.format_items(count, "hop") for count in hops))
-    rows = [(t, *(f"{accuracy[t][count]:.0%}" for count in hops)) for t in (*SHOWN_DEPTHS, 16)]
-    console.out.print(console.table("Following pointers: right answers", columns, rows))
+    lengths = list(accuracy[1])
+    columns = ("loops T", *(console.format_items(count, "step") for count in lengths))
+    rows = [(t, *(f"{accuracy[t][count]:.0%}" for count in lengths)) for t in (*SHOWN_DEPTHS, 16)]
+    console.out.print(console.table("Walking: right answers", columns, rows))
     rows = [
         (
             t,

@@ -31,7 +31,7 @@ from parcae.experiments.transformer_comparison import TransformerComparison
 from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
-from parcae.experiments.walks import OneStepPerLoop
+from parcae.experiments.walks import Ladder, OneStepPerLoop
 from parcae.files import FileError, interpreting, read_json, reading, write_text
 from parcae.recipe import build
 from parcae.schema import suggest
@@ -54,6 +54,7 @@ CATALOGUE: dict[str, Experiment] = {
         Discretisation(),
         IsoFlop(),
         Unified(),
+        Ladder(),
         HarderReasoning(),
         TunedRates(),
         LrSweep(),

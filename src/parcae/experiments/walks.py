@@ -1,22 +1,27 @@
 """Beyond the paper: a task in which every loop takes one more step.
 
 Walks through a permutation, of one to eight steps, for a looped model, a Transformer of the same
-layers and a Transformer as deep as the loop unrolled; then walks longer than those in training.
+layers and a Transformer as deep as the loop unrolled; then walks longer than those in training, for
+the steps from an RDM to Parcae and for training at a fixed depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from parcae import plotting
+from parcae.experiments.ablation_ladder import STEPS
 from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.reasoning import accuracy, measure_accuracy
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
 from parcae.experiments.tasks import TASKS, Walks
-from parcae.experiments.verdicts import Claim, always, describe, differences, positive
+from parcae.experiments.verdicts import Claim, always, describe, differences, positive, together
 
 LOOPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 MEAN_LOOPS = 8
@@ -33,6 +38,11 @@ SOLVED = 0.95
 FEW, MANY = 8, 32
 """Loops with which walks longer than in training are compared."""
 SHOWN_DEPTHS = (1, 2, 4, 8)
+FIXED = "Parcae, always 8 loops"
+VARIANTS = {**STEPS, FIXED: {"loop": {"sampler": "fixed"}}}
+"""What each changes of Parcae's [model]; "+ prelude norm" is Parcae itself."""
+SEEN, LONGER = range(1, 5), range(5, 9)
+"""Steps of the walks in training, and of longer ones."""
 
 
 class OneStepPerLoop(Experiment):
@@ -48,10 +58,10 @@ class OneStepPerLoop(Experiment):
             *(("walks-unseen", "looped", seed) for seed in scale.seeds),
             ("walks", "deep", 0),
         ]
-        for task, model, seed in plan:
-            family, layers = MODELS[model]
+        for task, name, seed in plan:
+            family, layers = MODELS[name]
             tree = scale.task(task, family, model={"core_layers": layers}, **training(scale))
-            yield Run(scale.recipe(tree, seed), {"task": task, "model": model, "seed": seed})
+            yield Run(scale.recipe(tree, seed), {"task": task, "model": name, "seed": seed})
 
     def measure(self, run: Run, store: Store) -> Row:
         return measure_accuracy(run, store, LOOPS)
@@ -61,10 +71,8 @@ class OneStepPerLoop(Experiment):
         shallow = accuracy(results, "walks", "shallow")
         rows = results.where(task="walks", model="looped")
         solved = [", ".join(str(steps_solved(row, t)) for t in SHOWN_DEPTHS) for row in rows]
-        task = _walks("walks-unseen")
-        unseen = task.levels[task.steps :]
         few, more = (
-            accuracy(results, "walks-unseen", "looped", loops, levels=unseen)
+            accuracy(results, "walks-unseen", "looped", loops, levels=LONGER)
             for loops in (FEW, MANY)
         )
         return [
@@ -118,6 +126,70 @@ class OneStepPerLoop(Experiment):
             return plotting.save(canvas, path)
 
 
+class Ladder(Experiment):
+    name = "walks-ladder"
+    title = "From an RDM to Parcae where loops are used"
+    in_paper = "beyond the paper: its ladder of changes, on walks"
+    paper = (
+        "On text: the RDM diverges; constraining A lets it train; a depth per sequence lowers the "
+        "loss at T = 1 most (8.99 to 3.38); the prelude norm lowers it at every T."
+    )
+    core_hours = 1.2
+
+    def runs(self, scale: Scale) -> Iterator[Run]:
+        for seed, (name, changes) in itertools.product(scale.seeds, VARIANTS.items()):
+            model = {"core_layers": CORE_LAYERS, **changes}
+            tree = scale.task("walks-unseen", model=model, **training(scale))
+            labels = {"task": "walks-unseen", "model": "looped", "variant": name, "seed": seed}
+            yield Run(scale.recipe(tree, seed), labels)
+
+    def measure(self, run: Run, store: Store) -> Row:
+        return measure_accuracy(run, store, LOOPS)
+
+    def claims(self, results: Results) -> list[Claim]:
+        rdm, constrained, sampled, parcae = STEPS
+        more = "solves more walks"
+        longer = f"{more} longer than in training"
+        return [
+            _claim(results, statement, worse, better, levels, depths)
+            for statement, worse, better, levels, depths in (
+                (f"Constraining A {longer}, at T = 32", rdm, constrained, LONGER, (32,)),
+                (
+                    f"A depth per sequence {more} at T = 2 than one per micro-batch",
+                    *(constrained, sampled, SEEN, (2,)),
+                ),
+                (f"The prelude norm {longer}, at T = 32", sampled, parcae, LONGER, (32,)),
+                (
+                    f"Training at sampled depths {more} at T = 2 than at a fixed depth",
+                    *(FIXED, parcae, SEEN, (2,)),
+                ),
+                (
+                    f"Training at sampled depths {longer}, at T = 16 and 32",
+                    *(FIXED, parcae, LONGER, (16, 32)),
+                ),
+            )
+        ]
+
+    def table(self, results: Results) -> Table:
+        rows = []
+        for levels, steps in ((SEEN, "1 to 4"), (LONGER, "5 to 8")):
+            for name in results.values("variant"):
+                cells = [
+                    describe(_shares(results, name, loops, levels).values(), 2).partition(" (")[0]
+                    for loops in (1, 2, 4, 8, 16, 32)
+                ]
+                rows.append((steps, name, *cells))
+        return ("steps", "model", *(f"T = {loops}" for loops in (1, 2, 4, 8, 16, 32))), rows
+
+    def draw(self, results: Results, path: Path) -> Path:
+        with plotting.figure(1, 2, width=4.6, height=3.5) as (canvas, (left, right)):
+            _draw_variants(left, results, SEEN)
+            left.set_title("Walks of 1 to 4 steps, as in training")
+            _draw_variants(right, results, LONGER)
+            right.set_title("Walks of 5 to 8 steps")
+            return plotting.save(canvas, path)
+
+
 def training(scale: Scale) -> dict[str, Any]:
     """Less than the other tasks need."""
     return {} if scale.name == "toy" else TRAINING
@@ -142,6 +214,42 @@ def _walks(name: str) -> Walks:
 def _mean(results: Results, task: str, model: str, loops: int, level: int) -> float:
     shares = accuracy(results, task, model, loops, (level,)).values()
     return 100 * sum(shares) / len(shares)
+
+
+def _shares(results: Results, variant: str, loops: int, levels: Sequence[int]) -> dict[int, float]:
+    rows = Results(results.where(variant=variant), results.planned)
+    return accuracy(rows, "walks-unseen", "looped", loops, levels)
+
+
+def _claim(
+    results: Results,
+    statement: str,
+    worse: str,
+    better: str,
+    levels: Sequence[int],
+    depths: Sequence[int],
+) -> Claim:
+    verdicts, evidence = [], []
+    for loops in depths:
+        a, b = (_shares(results, name, loops, levels) for name in (worse, better))
+        verdicts.append(positive(differences(b, a)))
+        values = f"{describe(a.values(), 2)} and {describe(b.values(), 2)}"
+        evidence.append(f"T = {loops}: {values}")
+    return Claim(statement, together(verdicts), "; ".join(evidence))
+
+
+def _draw_variants(panel: Any, results: Results, levels: Sequence[int]) -> None:
+    """The mean over seeds, with a band from the lowest to the highest."""
+    for index, name in enumerate(results.values("variant")):
+        shares = [list(_shares(results, name, loops, levels).values()) for loops in LOOPS]
+        percent = 100 * np.array(shares)
+        colour = plotting.colour(index)
+        panel.plot(LOOPS, percent.mean(1), color=colour, marker="o", label=name)
+        panel.fill_between(LOOPS, percent.min(1), percent.max(1), color=colour, alpha=0.15, lw=0)
+    plotting.loop_ticks(panel, LOOPS)
+    panel.set(xlabel="loops T", ylabel="right answers, %", ylim=(0, 104))
+    if panel.lines:
+        panel.legend(fontsize=8)
 
 
 def _draw_by_loops(panel: Any, results: Results, task: str) -> None:

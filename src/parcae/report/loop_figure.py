@@ -71,19 +71,23 @@ def linear_growth(injection: str, loops: int = 64) -> list[float]:
 def draw_figure(
     profile: Profile, mean_loops: float, accuracy: Mapping[int, Mapping[int, float]], path: Path
 ) -> Path:
-    """Draw accuracy on pointer chasing, loss on text and the growth of the linear part.
+    """Draw accuracy on walks, loss on text and the growth of the linear part.
 
-    `accuracy`: by number of loops, then by number of hops.
+    `accuracy`: by number of loops, then by steps of a walk.
     """
     growth = {name: linear_growth(name) for name in ("diagonal", "addition", "concatenation")}
     with plotting.figure(1, 3, width=4.4, height=3.5) as (canvas, (left, middle, right)):
-        hops = list(next(iter(accuracy.values())))
-        for colour, level in zip(plotting.shades(len(hops)), hops, strict=True):
-            shares = [100 * by_hops[level] for by_hops in accuracy.values()]
-            left.plot(accuracy.keys(), shares, marker="o", color=colour, label=f"{level}")
-        left.set(title="Following pointers", xlabel="loops T", ylabel="right answers, %")
+        lengths = list(next(iter(accuracy.values())))
+        for colour, length in zip(plotting.shades(len(lengths)), lengths, strict=True):
+            shares = [100 * by_length[length] for by_length in accuracy.values()]
+            left.plot(accuracy.keys(), shares, marker="o", color=colour, label=f"{length}")
+        left.set(
+            title=f"Walks of {lengths[0]} to {lengths[-1]} steps",
+            xlabel="loops T",
+            ylabel="right answers, %",
+        )
         left.set_ylim(0, 104)
-        left.legend(title="hops", loc="lower right")
+        left.legend(title="steps", loc="lower right", ncols=2)
 
         middle.plot(DEPTHS, profile.loss, marker="o")
         middle.axvline(mean_loops, color=plotting.LIGHT_GREY, linestyle=":", linewidth=1.2)
