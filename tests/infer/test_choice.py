@@ -6,6 +6,7 @@ import json
 import time
 
 import pytest
+import torch
 
 from conftest import KINDS, randomised
 from oracles import GreedyEngine as Engine
@@ -13,6 +14,7 @@ from parcae.infer.cache import CacheTooLarge
 from parcae.infer.native import choice
 from parcae.infer.native.choice import Choices
 from parcae.infer.native.kernels import Kernels, KernelsUnavailable
+from parcae.infer.network import TorchNetwork
 
 
 def passes(native: float, plain: float, sizes: list[int]):
@@ -116,12 +118,33 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
     engine = Engine(model)
     assert engine.generate([3, 5], max_new_tokens=4).tokens == expected
     assert len(measured) == 2, "the prompt of two tokens, and single tokens"
-    assert engine.network.name.startswith("C++" if native else "PyTorch")
+    assert engine.network.name(torch.float32).startswith("C++" if native else "PyTorch")
     Engine(model, backend="native").generate([3, 5], max_new_tokens=4)
     assert len(measured) == 2, "forced: not measured"
     for _ in range(2):
         Engine(model, cache_dtype="bfloat16").generate([3, 5], max_new_tokens=4)
         assert len(measured) == 4, "a cache of another dtype: measured by itself, once"
+
+
+def test_measurements_have_the_dtype_of_the_cache(tmp_path, monkeypatch):
+    try:
+        Kernels()
+    except KernelsUnavailable as problem:
+        pytest.skip(f"the C++ layers cannot be built here: {problem}")
+    monkeypatch.delenv("PARCAE_NATIVE")
+    monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+    dtypes = []
+    monkeypatch.setattr(TorchNetwork, "forward", lambda _, batch, cache, *rest: cache.dtype)
+
+    def is_faster(native, torch_pass):
+        dtypes.append(torch_pass())
+        return dtypes[-1] == torch.bfloat16
+
+    monkeypatch.setattr(choice, "native_is_faster", is_faster)
+    engine = Engine(randomised(KINDS["parcae"]), cache_dtype="bfloat16")
+    assert engine.network.name(torch.bfloat16).startswith("C++")
+    assert engine.network.name(torch.float32).startswith("PyTorch")
+    assert dtypes == [torch.bfloat16, torch.float32]
 
 
 def test_without_memory_for_a_measurement_cpp_is_taken(tmp_path, monkeypatch):

@@ -60,6 +60,20 @@ def test_shapes_beyond_the_limit_of_compilations_run_without(monkeypatch):
     assert list(made.tokens) == plain(model, [3, 5], max_new_tokens=4, loops=2, temperature=0)
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [64, 50])
+def test_compiled_steps(vocab_size):
+    """With vectors alone, and with a rest that the compiler's scalar code takes."""
+    model = randomised(tiny(vocab_size=vocab_size, prelude_layers=0, coda_layers=0))
+    options = {"max_new_tokens": 5, "loops": 1, "temperature": 0.8, "seed": 3}
+    texts = [
+        Engine(model, backend="static", compile=compile).generate([3, 5, 7], **options).tokens
+        for compile in (False, True)
+    ]
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("policy", ["last:2", "first:2", "shared"])
 def test_rows_that_loop_less_keep_their_slots(policy):
     model = model_of("parcae")

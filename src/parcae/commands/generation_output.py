@@ -131,7 +131,7 @@ def _memory(engine: Engine, request: Request) -> str:
     return (
         f"weights {weights} (--weight-dtype {network.model.weight_dtype}); cache "
         f"{per_token} per token, {reserved} reserved (--cache {cache.policy}{dtype}); "
-        f"layers in {network.name}"
+        f"layers in {network.name(cache.dtype)}"
     )
 
 

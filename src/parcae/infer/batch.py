@@ -251,7 +251,7 @@ class PassOutput:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
-    """q [B, H, n, E] over keys and values [B, K, S, E], which may have fewer bits."""
+    """q [B, H, n, E] over keys and values [B, K, S, E] of any float dtype."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     return F.scaled_dot_product_attention(
         q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -14,8 +14,8 @@ exactly; only how later tokens attend to it is approximate.
 
 The keys and values of a layer are stored as [row, position, key or value, head, channel]: a row is
 one sequence, a token is contiguous, and copying a prefix is one copy. Attention is computed in the
-dtype of the model: C++ converts keys and values in bfloat16 as it reads them, PyTorch those of a
-layer before.
+dtype of the model: C++ converts keys and values in bfloat16 as it reads them, PyTorch converts the
+rows of a layer before attention.
 """
 
 from __future__ import annotations
@@ -179,11 +179,12 @@ class Cache:
         needed = bytes_per_token * rows * capacity
         limits = [limit for limit in (free, self.max_bytes) if limit is not None]
         if any(needed > limit for limit in limits):
+            halve = "" if self.dtype.itemsize == 2 else "cache_dtype='bfloat16', "
             raise CacheTooLarge(
                 f"cache: {rows} rows x {capacity} tokens at {loops} loops need "
                 f"{format_bytes(needed)} ({format_bytes(bytes_per_token)} per token), but "
                 f"{format_bytes(min(limits))} are free. Use fewer rows or tokens, fewer loops, "
-                "cache_dtype='bfloat16', or a policy that shares slots (cache='last:2')."
+                f"{halve}or a policy that shares slots (cache='last:2')."
             )
 
     def _make_views(self) -> None:

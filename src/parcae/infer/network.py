@@ -62,10 +62,11 @@ class Network(Protocol):
 class TorchNetwork:
     """Any pass, in PyTorch."""
 
-    name = "PyTorch"
-
     def __init__(self, model: FoldedModel) -> None:
         self.model = model
+
+    def name(self, cache_dtype: torch.dtype) -> str:
+        return "PyTorch"
 
     @property
     def drafter(self) -> TorchNetwork:
@@ -266,11 +267,10 @@ class AutoNetwork:
         self._choices: dict[torch.dtype, Choices] = {}
         """By the dtype of the cache, which PyTorch converts if it is not the model's."""
 
-    @property
-    def name(self) -> str:
+    def name(self, cache_dtype: torch.dtype) -> str:
         """What decodes a single text."""
         native = f"C++ ({self.kernels.target})"
-        is_native = self._prefers_native(1, self.model.dtype)
+        is_native = self._prefers_native(1, cache_dtype)
         return native if is_native else f"PyTorch, measured faster than {native}"
 
     @cached_property

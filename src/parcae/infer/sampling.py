@@ -205,7 +205,8 @@ def counter_noise(keys: Tensor, positions: Tensor, size: int) -> Tensor:
     function of (key, position, token) only, computed on the device of the keys."""
     tokens = torch.arange(1, size + 1, device=keys.device)
     streams = _mix_bits(keys + _mix_bits(positions + 1))
-    bits = _mix_bits(streams[:, None] + tokens * -0x61C8864680B583EB) & 0x7FFFFFFFFFFFFFFF
+    # A factor of 32 bits: compiled code is C++, where the overflow of a loop's index is undefined.
+    bits = _mix_bits(streams[:, None] + tokens * 0x9E3779B1) & 0x7FFFFFFFFFFFFFFF
     # Precise near 0, where the least noise decides; 1 would be infinite noise.
     uniform = (bits.float() * 2.0**-63).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)

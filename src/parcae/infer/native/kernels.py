@@ -114,7 +114,7 @@ class PassFields(ctypes.Structure):
     _fields_ = (
         *_fields(c_int64, "tokens"),
         *_fields(c_void_p, "ids rows positions outer core"),
-        *_fields(c_int64, "cache_item outer_layer outer_row core_layer core_row loops"),
+        *_fields(c_int64, "cache_itemsize outer_layer outer_row core_layer core_row loops"),
         *_fields(c_void_p, "slots limits settled min_change"),
         *_fields(c_int64, "watched"),
         *_fields(c_void_p, "order ran active state"),

@@ -91,7 +91,7 @@ class NativeNetwork:
             positions=positions,
             outer=outer,
             core=core,
-            cache_item=cache.dtype.itemsize,
+            cache_itemsize=cache.dtype.itemsize,
             outer_layer=outer_layer,
             outer_row=outer_row,
             core_layer=core_layer,

@@ -35,7 +35,7 @@ struct Pass {
     const int64_t *ids, *rows, *positions;
     // [layer, row, position, 2, kv_heads, head_dim]; for the core [slot * layer, ...]
     char *outer, *core;
-    int64_t cache_item;  // bytes of an element: 4 for float, 2 for BFloat16
+    int64_t cache_itemsize;  // bytes of an element: 4 for float, 2 for BFloat16
     int64_t outer_layer, outer_row, core_layer, core_row;  // strides in elements
     int64_t loops;
     const int64_t* slots;     // cache slot of every loop
@@ -128,7 +128,7 @@ struct PassRunner {  // the pass as one thread runs it
     }
 
     KvCache kv_cache(char* data, int64_t offset, int64_t row_stride) const {
-        return {data + offset * pass.cache_item, row_stride, pass.cache_item == sizeof(BFloat16)};
+        return {data + offset * pass.cache_itemsize, row_stride, pass.cache_itemsize == sizeof(BFloat16)};
     }
 
     // The rows of the given tokens, one after the other.
@@ -300,7 +300,7 @@ struct PassRunner {  // the pass as one thread runs it
     // Copy the last keys and values of a token that stopped early to the slots of its other loops.
     void settle(int64_t t) const {
         const Layer& layer = model.layers[model.prelude];
-        const int64_t size = 2 * layer.kv_heads * layer.head_dim, item = pass.cache_item;
+        const int64_t size = 2 * layer.kv_heads * layer.head_dim, item = pass.cache_itemsize;
         char* kv = pass.core + (all.rows[t] * pass.core_row + all.positions[t] * size) * item;
         const int64_t ran = pass.ran[t], layer_bytes = pass.core_layer * item;
         for (int64_t later = ran; later < pass.settled[t]; later++)
@@ -443,7 +443,7 @@ const char* parcae_structures() {
         end(sizeof(Model));
         begin("Pass", sizeof(Pass));
         FIELD(Pass, tokens); FIELD(Pass, ids); FIELD(Pass, rows); FIELD(Pass, positions);
-        FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, cache_item); FIELD(Pass, outer_layer);
+        FIELD(Pass, outer); FIELD(Pass, core); FIELD(Pass, cache_itemsize); FIELD(Pass, outer_layer);
         FIELD(Pass, outer_row); FIELD(Pass, core_layer); FIELD(Pass, core_row);
         FIELD(Pass, loops); FIELD(Pass, slots);
         FIELD(Pass, limits); FIELD(Pass, settled); FIELD(Pass, min_change); FIELD(Pass, watched);

@@ -48,7 +48,7 @@ inline Vector load_as(const void* p) {
 inline Floats load(const float* p) { return load_as<Floats>(p); }
 
 inline Floats load(const BFloat16* p) {
-#if defined(__AVX512F__)  // GCC would convert two halves
+#if defined(__AVX512F__)  // GCC would convert in two halves
     return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_as<__m256i>(p)), 16);
 #else
     return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
