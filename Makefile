@@ -28,7 +28,7 @@ $(STAMP): $(RUNS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $(STAMP)
 
-demo: $(RUNS)  ## train a small looped model, plot loss against loops, generate text; AGAIN=1 retrains
+demo: $(RUNS)  ## train two small looped models, draw what loops do, generate text; AGAIN=1 retrains
 	$(BIN)/parcae demo --out out/demo $(if $(AGAIN),--overwrite)
 	@echo "          (to use the parcae command: source $(VENV)/bin/activate)"
 

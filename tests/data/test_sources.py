@@ -62,3 +62,8 @@ def test_builtin_is_the_library_alone_and_always_the_same() -> None:
     assert sum(len(document.text) for document in documents) > 5_000_000
     topics = [d.text for d in documents if files[d.next_position.file].format == "topics"]
     assert any("lambda" in topic for topic in topics)
+
+
+def test_a_task_is_no_file():
+    with pytest.raises(FileError, match=r"task:walks: tasks are not files.*parcae reproduce"):
+        find_files(["task:walks"])

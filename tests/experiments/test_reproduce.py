@@ -323,3 +323,8 @@ def test_notes_of_other_bytes(trained, tmp_path):
     (tmp_path / "results" / "notes.md").write_bytes(b"caf\xe9")
     with pytest.raises(FileError, match=r"notes\.md: not UTF-8"):
         reproduce("loops", tmp_path, redraw=True)
+
+
+def test_at_least_one_seed():
+    with pytest.raises(ConfigError, match="seeds: 0 is too few"):
+        Scale(seed_count=0)

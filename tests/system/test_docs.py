@@ -144,7 +144,7 @@ def check_demo(folder: Path, printed: str, printed_again: str) -> None:
     result = json.loads((folder / "run" / "result.json").read_text())
     assert {sample["depth"] for sample in result["samples"]} == {1, 2, 4, 8}
     assert json.loads((folder / "walks" / "result.json").read_text())["steps"] == 6
-    parts = ("Walking", "6 steps", "1 loop ", "8 loops", "Look at", "validation loss")
+    parts = ("Walking", "8 steps", "1 loop ", "8 loops", "Look at", "validation loss")
     assert all(part in printed for part in parts), printed
     assert "is a finished run" in printed_again
 

@@ -205,6 +205,11 @@ def file_stamp(file: SourceFile) -> list[int]:
 def _expand(source: str | Path) -> list[SourceFile]:
     if source == BUILTIN:
         return _standard_library()
+    if str(source).startswith("task:") and not Path(source).exists():
+        raise FileError(
+            f"{source}: tasks are not files. Train them with `parcae reproduce`, `parcae demo` or "
+            "`python -m parcae.experiments.tasks train RECIPE --out RUN`."
+        )
     if not str(source).strip():
         raise FileError("sources: empty name. Name a file, a folder or a glob, or `builtin`.")
     path = Path(source)

@@ -83,7 +83,7 @@ class ChooseMu(Experiment):
             Claim(
                 f"With mu_bwd = 4, mu_rec = {grid.fixed} is worse than 8",
                 positive(gains),
-                f"{describe(gains, 4, PAIR)} nats higher",
+                f"mu_rec {grid.fixed} less 8: {describe(gains, 4, PAIR)} nats",
             ),
             Claim(
                 f"More loops with gradient help at mu_rec = {grid.fixed}",

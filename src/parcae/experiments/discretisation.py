@@ -37,7 +37,7 @@ class Discretisation(Experiment):
     def claims(self, results: Results) -> list[Claim]:
         euler, exact = (results.loss(LOOPS, rule=rule) for rule in RULES)
         gains = differences(euler, exact)
-        evidence = f"{describe(gains, 4)} nats lower at T = {LOOPS}"
+        evidence = f"Euler less exact hold at T = {LOOPS}: {describe(gains, 4)} nats"
         return [Claim("The exact hold has the lower loss", lower(exact, euler), evidence)]
 
     def table(self, results: Results) -> Table:

@@ -20,15 +20,19 @@ and a few beyond it, with the rule that decides each and the results so far at s
 
 - **Scale.** {scale} Each section gives the processor time of its runs.
 - **Verdicts** follow by rule from the numbers and their spread over seeds
-  (`experiments/verdicts.py`); the rules were fixed before the runs, with the exceptions named
-  below. *Shown*: the whole 95 % interval of the effect agrees with the claim. *Shown weakly*: every
-  seed agrees, but the interval includes zero. *Contradicted*: the whole interval disagrees. *Not
-  shown at this scale*: otherwise. Claims about a number of cases are *shown* if all agree, *shown
-  weakly* from three quarters on, and *contradicted* up to one quarter. A single case or seed shows
-  a claim weakly at best.
+  (`src/parcae/experiments/verdicts.py`); the rules were fixed before the runs, with the
+  exceptions named below. *Shown*: the whole 95 % interval of the effect agrees with the claim.
+  *Shown weakly*: every seed agrees, but the interval includes zero. *Contradicted*: the whole
+  interval disagrees. *Not shown at this scale*: otherwise. Claims about a number of cases are
+  *shown* if all agree, *shown weakly* from three quarters on, and *contradicted* up to one quarter.
+  A single case or seed shows a claim weakly at best. The intervals are not corrected for the
+  number of claims: of forty without an effect, one or two would look shown or contradicted.
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
   batches, and at the same depths where these are sampled in the same way.
+- **Symbols.** T: loops at test time. mu or mu_rec: mean loops in training. mu_bwd: loops with
+  gradient. ρ: spectral radius of A. RDM: recurrent depth model, whose A is not constrained.
+  WikiText: perplexity per word.
 - **Data.** {data} `--data.sources '["FILE"]'` trains on other text.
 
 `parcae reproduce all` trains what is missing and writes this page;
@@ -41,11 +45,12 @@ SCALES = {
     "micro": """Models of about 0.2 million parameters (0.03 to 0.8 million), in one comparison 2.3
   million. Most runs on text take 1,000 steps (a million tokens): 400 or 500 for learning rates and
   mu, 4,000 and 12,000 where data are the question, 2,500 for the largest models; those at
-  fixed FLOPs last as long as their budget. A run on a synthetic task takes 4,000 steps.""",
+  fixed FLOPs last as long as their budget. A run on a synthetic task takes 4,000 steps, on walks
+  2,000. w16 to w128 are models of that width with one layer each in prelude, core and coda.""",
     "paper": "The models, tokens and FLOPs of the paper.",
     "toy": "Models and runs too small to decide anything: this scale shows that everything works.",
 }
-BUDGET = {"micro": " of the 20 that were planned"}
+BUDGET = {"micro": " of 22 (20 were planned; the walks were added)"}
 DATA = {
     "micro": """Text experiments train on textbooks and encyclopedia articles that are not part of
   the repository. `--texts FOLDER` names their folder;""",
@@ -134,7 +139,8 @@ def _summary(
     lines = [("experiment", "claim", "verdict", "runs"), ("---",) * 4, *rows]
     return (
         "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        + f"\nProcessor time so far: {minutes / 60:.1f} core-hours{BUDGET.get(scale, '')}.\n"
+        + f"\nProcessor time so far: {minutes / 60:.1f} core-hours{BUDGET.get(scale, '')}; "
+        "runs that several experiments share count once.\n"
     )
 
 

@@ -81,6 +81,8 @@ class Scale:
     def __post_init__(self) -> None:
         if self.name not in SCALES:
             raise ConfigError(f"scale: {self.name!r} is none of {', '.join(SCALES)}.")
+        if self.seed_count < 1:
+            raise ConfigError(f"seeds: {self.seed_count} is too few. Use 1 or more.")
 
     @property
     def seeds(self) -> range:

@@ -261,7 +261,6 @@ class ModularArithmetic(Task):
 
 
 TASKS: dict[str, Task] = {
-    "walks-small": Walks(nodes=6, steps=6, tested_steps=6),
     "walks": Walks(),
     "walks-unseen": Walks(steps=4),
     "pointers": PointerChasing(),

@@ -8,7 +8,7 @@ the steps from an RDM to Parcae and for training at a fixed depth.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class OneStepPerLoop(Experiment):
         one, many = (accuracy(results, "walks", "looped", loops) for loops in (1, MEAN_LOOPS))
         shallow = accuracy(results, "walks", "shallow")
         rows = results.where(task="walks", model="looped")
-        solved = [", ".join(str(steps_solved(row, t)) for t in SHOWN_DEPTHS) for row in rows]
+        solved = [", ".join(str(_solved(row, t)) for t in SHOWN_DEPTHS) for row in rows]
         few, more = (
             accuracy(results, "walks-unseen", "looped", loops, levels=LONGER)
             for loops in (FEW, MANY)
@@ -196,18 +196,18 @@ def training(scale: Scale) -> dict[str, Any]:
     return {} if scale.name == "toy" else TRAINING
 
 
-def steps_solved(row: Row, loops: int) -> int:
-    """The longest walk of which it and all shorter ones end right in at least 95 %."""
-    count = 0
-    for share in row["accuracy"][str(loops)].values():
-        if share < SOLVED:
-            break
-        count += 1
-    return count
+def steps_solved(shares: Iterable[float]) -> int:
+    """The longest walk of which it and all shorter ones end right in at least 95 %, from the shares
+    of right answers after 1, 2, ... steps."""
+    return sum(1 for _ in itertools.takewhile(lambda share: share >= SOLVED, shares))
+
+
+def _solved(row: Row, loops: int) -> int:
+    return steps_solved(row["accuracy"][str(loops)].values())
 
 
 def _grows_by_a_step_per_loop(row: Row) -> bool:
-    counts = [steps_solved(row, loops) for loops in (1, 2, 3, 4)]
+    counts = [_solved(row, loops) for loops in (1, 2, 3, 4)]
     return all(a < b for a, b in itertools.pairwise(counts))
 
 
@@ -283,4 +283,4 @@ def _draw_by_steps(panel: Any, results: Results) -> None:
             panel.plot(levels, shares, style, color=plotting.GREY, marker="s", label=label)
     if results.where(task="walks"):
         panel.legend(fontsize=7.5, loc="lower left")
-    panel.set(title="Walks of 8 steps in training", xlabel="steps", ylim=(0, 104))
+    panel.set(title="The same, by steps", xlabel="steps of the walk", ylim=(0, 104))

@@ -82,7 +82,7 @@ def draw_figure(
             shares = [100 * by_length[length] for by_length in accuracy.values()]
             left.plot(accuracy.keys(), shares, marker="o", color=colour, label=f"{length}")
         left.set(
-            title=f"Walks of {lengths[0]} to {lengths[-1]} steps",
+            title="More loops, longer walks",
             xlabel="loops T",
             ylabel="right answers, %",
         )
