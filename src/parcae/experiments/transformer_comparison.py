@@ -119,11 +119,9 @@ class TransformerComparison(Experiment):
             ]
         if results.where(size=LARGE) or not results.rows:
             large = gains.get((LARGE, LARGE_DATA), {})
-            at = f"With {LARGE} parameters and {LARGE_DATA} times the data"
+            statement = f"With {LARGE} parameters Parcae has the lower loss"
             evidence = _describe_gains(gains, LARGE_DATA)
-            claims.append(
-                Claim(f"{at} Parcae has the lower loss", positive(large.values()), evidence)
-            )
+            claims.append(Claim(statement, positive(large.values()), evidence))
         return claims
 
     def table(self, results: Results) -> Table:
