@@ -96,16 +96,22 @@ def test_two_processes_keep_what_both_measured(tmp_path):
     assert measured == []
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
+@pytest.fixture
+def unmeasured(tmp_path, monkeypatch):
+    """C++ layers that are chosen by measurement, and none made yet."""
     try:
         Kernels()
     except KernelsUnavailable as problem:
         pytest.skip(f"the C++ layers cannot be built here: {problem}")
-    model = randomised(KINDS["parcae"])
-    expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
     monkeypatch.delenv("PARCAE_NATIVE")
     monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("native", [True, False])
+def test_the_engine_follows_the_measurement(native, monkeypatch):
+    model = randomised(KINDS["parcae"])
+    expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
     measured = []
 
     def is_faster(*functions):
@@ -126,13 +132,8 @@ def test_the_engine_follows_the_measurement(native, tmp_path, monkeypatch):
         assert len(measured) == 4, "a cache of another dtype: measured by itself, once"
 
 
-def test_measurements_have_the_dtype_of_the_cache(tmp_path, monkeypatch):
-    try:
-        Kernels()
-    except KernelsUnavailable as problem:
-        pytest.skip(f"the C++ layers cannot be built here: {problem}")
-    monkeypatch.delenv("PARCAE_NATIVE")
-    monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+@pytest.mark.usefixtures("unmeasured")
+def test_measurements_have_the_dtype_of_the_cache(monkeypatch):
     dtypes = []
     monkeypatch.setattr(TorchNetwork, "forward", lambda _, batch, cache, *rest: cache.dtype)
 
@@ -147,13 +148,8 @@ def test_measurements_have_the_dtype_of_the_cache(tmp_path, monkeypatch):
     assert dtypes == [torch.bfloat16, torch.float32]
 
 
-def test_without_memory_for_a_measurement_cpp_is_taken(tmp_path, monkeypatch):
-    try:
-        Kernels()
-    except KernelsUnavailable as problem:
-        pytest.skip(f"the C++ layers cannot be built here: {problem}")
-    monkeypatch.delenv("PARCAE_NATIVE")
-    monkeypatch.setattr("parcae.infer.native.kernels.cache_folder", lambda: tmp_path)
+@pytest.mark.usefixtures("unmeasured")
+def test_without_memory_for_a_measurement_cpp_is_taken(monkeypatch):
     model = randomised(KINDS["parcae"])
     expected = Engine(model, backend="torch").generate([3, 5], max_new_tokens=4).tokens
     engine = Engine(model)

@@ -157,7 +157,8 @@ def _explain(
     solved = ", ".join(str(steps_solved(accuracy[t].values())) for t in depths)
     console.out.print(
         f"With {', '.join(map(str, depths))} loops it solves walks of up to {solved} steps (95 % "
-        "right). Guessing is\nright more often than by chance: walks come back to their start.\n",
+        "right).\nGuesses are right in up to half of the longer walks, as many come back to their "
+        "start.\n",
         highlight=False,
     )
     rows = [

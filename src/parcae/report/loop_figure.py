@@ -81,11 +81,7 @@ def draw_figure(
         for colour, length in zip(plotting.shades(len(lengths)), lengths, strict=True):
             shares = [100 * by_length[length] for by_length in accuracy.values()]
             left.plot(accuracy.keys(), shares, marker="o", color=colour, label=f"{length}")
-        left.set(
-            title="More loops, longer walks",
-            xlabel="loops T",
-            ylabel="right answers, %",
-        )
+        left.set(title="More loops, longer walks", xlabel="loops T", ylabel="right answers, %")
         left.set_ylim(0, 104)
         left.legend(title="steps", loc="lower right", ncols=2)
 

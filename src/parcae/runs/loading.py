@@ -81,4 +81,7 @@ def find_tokenizer(folder: str | Path) -> Path:
     for candidate in filter(None, (folder, run_of(folder))):
         if any((candidate / name).exists() for name in TOKENIZER_FILES):
             return candidate
-    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`.")
+    raise FileError(
+        f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`. Models of "
+        "tasks, such as the demo's walks, have none."
+    )

@@ -128,7 +128,8 @@ struct PassRunner {  // the pass as one thread runs it
     }
 
     KvCache kv_cache(char* data, int64_t offset, int64_t row_stride) const {
-        return {data + offset * pass.cache_itemsize, row_stride, pass.cache_itemsize == sizeof(BFloat16)};
+        return {data + offset * pass.cache_itemsize, row_stride,
+                pass.cache_itemsize == sizeof(BFloat16)};
     }
 
     // The rows of the given tokens, one after the other.
