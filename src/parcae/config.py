@@ -65,8 +65,8 @@ class LoopConfig(Settings, table="model.loop"):
     )
     sampler: str = setting(
         "poisson",
-        "depth distribution: poisson, poisson-full, poisson-fill, lognormal-fill, fixed, or a "
-        "registered one",
+        "depth distribution: poisson, poisson-full, poisson-fill, lognormal-fill, fixed, "
+        "release-per-batch, or a registered one",
         names=SAMPLERS,
     )
     draw_per: Literal["sequence", "micro-batch"] = setting(

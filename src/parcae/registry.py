@@ -103,6 +103,7 @@ SAMPLERS = Registry(
         "poisson-full": "parcae.model.depth:poisson_full",
         "poisson-fill": "parcae.model.depth:poisson_fill",
         "lognormal-fill": "parcae.model.depth:lognormal_fill",
+        "release-per-batch": "parcae.model.depth:release_per_batch",
         "fixed": "parcae.model.depth:fixed",
     },
 )

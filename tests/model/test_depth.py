@@ -71,6 +71,22 @@ def test_poisson_fill_is_a_shifted_poisson():
     assert set(equal.loops) == {8}
 
 
+@pytest.mark.parametrize(("mean", "mean_depth"), [(8, 11.9), (16, 24.0)])
+def test_release_per_batch_adds_the_loops_with_gradient(mean, mean_depth):
+    loop = LoopConfig(mean_loops=mean, sampler="release-per-batch")
+    depths = draws(loop)
+    assert_distribution(depths.no_grad_loops, clamped_poisson(mean), top=40)
+    limit = loop.gradient_loops
+    assert depths.gradient_loops == tuple(min(n, limit) for n in depths.no_grad_loops)
+    assert min(depths.loops) >= 2
+    counts = np.arange(200)
+    probabilities = stats.poisson(mean).pmf(counts)
+    clamped = counts.clip(min=1)
+    exact = (probabilities * (clamped + clamped.clip(max=limit))).sum()
+    assert round(exact, 1) == mean_depth
+    assert np.mean(depths.loops) == pytest.approx(exact, abs=0.15)
+
+
 def test_lognormal_fill():
     depths = draws(LoopConfig(mean_loops=12, backprop_loops=4, sampler="lognormal-fill"))
     no_grad = np.array(depths.no_grad_loops) - 1

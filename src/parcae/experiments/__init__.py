@@ -16,5 +16,5 @@ training       ablation_ladder, choose_mu, lr_robustness, lr_sweep, per_sequence
                truncated_sampling
 comparisons    rdm_comparison, transformer_comparison, tokenizer
 scaling laws   isoflop, test_time, unified
-not in the paper   discretisation, fixed_or_sampled, reasoning, tuned_rates, walks
+not in the paper   discretisation, fixed_or_sampled, reasoning, release_sampler, tuned_rates, walks
 """

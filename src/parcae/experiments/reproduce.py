@@ -23,6 +23,7 @@ from parcae.experiments.per_sequence import PerSequence
 from parcae.experiments.prelude_norm import PreludeNorm
 from parcae.experiments.rdm_comparison import RdmComparison
 from parcae.experiments.reasoning import HarderReasoning, Reasoning
+from parcae.experiments.release_sampler import ReleaseSampler
 from parcae.experiments.scales import Scale, ScaleName
 from parcae.experiments.store import Store
 from parcae.experiments.test_time import TestTime
@@ -48,6 +49,7 @@ CATALOGUE: dict[str, Experiment] = {
         LrRobustness(),
         AblationLadder(),
         PerSequence(),
+        ReleaseSampler(),
         PreludeNorm(),
         TruncatedSampling(),
         FixedOrSampled(),

@@ -15,6 +15,7 @@ from parcae.model.depth import (
     poisson,
     poisson_fill,
     poisson_full,
+    release_per_batch,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ SAMPLER_FUNCTIONS: dict[str, Callable[..., Depths]] = {
     "poisson-fill": poisson_fill,
     "lognormal-fill": lognormal_fill,
     "fixed": fixed,
+    "release-per-batch": release_per_batch,
 }
 
 

@@ -9,6 +9,11 @@ samplers, with mu the mean and mu_bwd the gradient loops of `LoopConfig`:
     poisson-fill    n ~ Poisson(mu - mu_bwd)             k = mu_bwd            the older scheme
     lognormal-fill  n ~ Poisson(e^tau) + 1,              k = mu_bwd            Huginn's
                     tau ~ N(log(mu - mu_bwd) - s^2/2, s), s = 1/2
+    release-per-batch  n ~ Poisson(mu), at least 1       k = min(n, mu_bwd)    a defect, see below
+
+`release-per-batch` is what the authors' code draws for a micro-batch, with draw_per =
+"micro-batch": the k loops with gradient come after all n instead of being the last of them. It
+trains at about mu + mu_bwd loops, and never at one. It reproduces and continues their models.
 
 Others are registered with `parcae.register_sampler`; they return `Depths`, or the loops of each
 sequence, of which the last mu_bwd then have gradient.
@@ -208,6 +213,13 @@ def lognormal_fill(loop: LoopConfig, rows: int, generator: torch.Generator, step
     center = math.log(loop.mean_at(step) - loop.gradient_loops) - LOGNORMAL_SIGMA**2 / 2
     rates = (center + LOGNORMAL_SIGMA * torch.randn(rows, generator=generator)).exp()
     return _filled(_poisson(rates, generator) + 1, loop.gradient_loops)
+
+
+def release_per_batch(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> Depths:
+    no_grad_loops = _poisson_loops(loop, rows, generator, step)
+    gradient_loops = tuple(min(n, loop.gradient_loops) for n in no_grad_loops)
+    total = (n + k for n, k in zip(no_grad_loops, gradient_loops, strict=True))
+    return Depths(tuple(total), gradient_loops)
 
 
 def _poisson_loops(loop: LoopConfig, rows: int, generator: torch.Generator, step: int) -> list[int]:

@@ -21,7 +21,14 @@ from parcae.recipe import build as build_config
 
 MODEL_TYPE = "parcae"
 INJECTIONS = ("diagonal", "concatenation", "addition", "none")
-SAMPLERS = ("poisson", "poisson-full", "poisson-fill", "lognormal-fill", "fixed")
+SAMPLERS = (
+    "poisson",
+    "poisson-full",
+    "poisson-fill",
+    "lognormal-fill",
+    "fixed",
+    "release-per-batch",
+)
 
 _CONFIG = {
     "vocab_size": "vocab_size",

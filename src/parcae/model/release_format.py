@@ -217,6 +217,14 @@ def _translate(
             loop=LoopConfig(mean_loops=1, sampler="fixed"),
             **shared,
         )
+    draw_per = _known(
+        "recurrent_iteration_method",
+        header.get("recurrent_iteration_method", "per-batch"),
+        {"per-sequence": "sequence", "per-batch": "micro-batch"},
+    )
+    sampler = _known("sampling_scheme", header["sampling_scheme"], SAMPLERS)
+    if sampler == "poisson" and draw_per == "micro-batch":
+        sampler = "release-per-batch"
     heads = header.get("recurrent_num_attention_heads") or header["num_attention_heads"]
     return ModelConfig(
         prelude_layers=header["n_layers_in_prelude"],
@@ -232,12 +240,8 @@ def _translate(
         loop=LoopConfig(
             mean_loops=header["mean_recurrence"],
             backprop_loops=header["mean_backprop_depth"],
-            sampler=_known("sampling_scheme", header["sampling_scheme"], SAMPLERS),
-            draw_per=_known(
-                "recurrent_iteration_method",
-                header.get("recurrent_iteration_method", "per-batch"),
-                {"per-sequence": "sequence", "per-batch": "micro-batch"},
-            ),
+            sampler=sampler,
+            draw_per=draw_per,
             state_init=_known(
                 "state_init",
                 header.get("state_init", "like-init"),
