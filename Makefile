@@ -1,5 +1,7 @@
 # Every target installs what it needs into a virtual environment, .venv.
 PYTHON ?= python3
+# The oldest PyTorch that works, so that a build without CUDA of it is found where pip looks first.
+TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 RUNS   := $(VENV)/.runs
@@ -20,7 +22,7 @@ $(RUNS): pyproject.toml
 	@echo "Installing parcae and its dependencies into $(VENV): 1.3 GB, about two minutes ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(LOCKED),$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/ci.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[serve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' --editable '.[serve]'
 	touch $(RUNS)
 
 $(STAMP): $(RUNS)

@@ -307,10 +307,10 @@ def _list_files(repository: str, subfolder: str, revision: str, endpoint: str | 
 @contextmanager
 def _readable_errors(name: str, server: str) -> Iterator[None]:
     """Turn the errors of `huggingface_hub` and its HTTP client into `FileError`."""
-    import httpx2
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
@@ -328,7 +328,7 @@ def _readable_errors(name: str, server: str) -> Iterator[None]:
         raise FileError(f"{name}: no such dataset on the hub, or it is private.") from None
     except HfHubHTTPError as error:
         raise FileError(f"{name}: refused by {server} ({_first_line(error)}).") from None
-    except (OfflineModeIsEnabled, httpx2.TransportError, ConnectionError, TimeoutError) as error:
+    except (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError) as error:
         raise FileError(
             f"{name}: cannot reach {server} ({_first_line(error)}). Check the network and run the "
             "same command again to resume."
