@@ -42,7 +42,10 @@ COMMANDS = {
     "scaling laws and experiments": ("fit", "predict", "reproduce"),
 }
 """Modules of `parcae.commands`, as `parcae --help` groups them."""
-MODEL_COMMANDS = ("show", "plan", "train", "report", "generate", "serve", "depth", "eval", "sweep")
+MODEL_COMMANDS = (
+    *("show", "plan", "train", "sweep", "report", "compare"),
+    *("generate", "serve", "depth", "eval", "export"),
+)
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
 
 

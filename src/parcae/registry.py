@@ -13,9 +13,10 @@ import importlib
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 IMPORT_VARIABLE = "PARCAE_IMPORT"
 """Environment variable with the files that were imported, so that child processes import them."""
+IMPORT_OPTION = "--import FILE"
 
 
 class Registry:
@@ -64,7 +66,7 @@ class Registry:
             hint = known if hint.startswith("Known") else f"{hint} {known}"
             raise ConfigError(
                 f"{key}: {shorten(name)} is not a known {self.kind}. {hint} "
-                f"If a file of yours registers it, name that file with --import FILE."
+                f"If a file of yours registers it, name that file with {IMPORT_OPTION}."
             )
 
     def register(self, name: str, part: object = None) -> Any:
@@ -144,7 +146,7 @@ def register_optimiser(name: str, factory: Callable[..., Any] | None = None) -> 
     return OPTIMISERS.register(name, factory)
 
 
-_imported: set[str] = set()
+_imported: dict[str, None] = {}  # in order
 
 
 def import_file(path: str | Path) -> None:
@@ -171,10 +173,20 @@ def import_file(path: str | Path) -> None:
     except Exception as error:
         del sys.modules[spec.name]
         raise ConfigError(f"--import {path}: {_where(error, full)}{error}") from error
-    _imported.add(str(full))
+    _imported[str(full)] = None
     others = [p for p in os.environ.get(IMPORT_VARIABLE, "").split(os.pathsep) if p]
     if str(full) not in others:
         os.environ[IMPORT_VARIABLE] = os.pathsep.join([*others, str(full)])
+
+
+def imported_files() -> list[str]:
+    """The files that were imported in this process, in order."""
+    return list(_imported)
+
+
+def import_options(paths: Iterable[str]) -> str:
+    """What a command needs to import these files: ` --import FILE` for each of them."""
+    return "".join(f" --import {shlex.quote(path)}" for path in paths)
 
 
 def import_from_environment() -> None:

@@ -28,7 +28,7 @@ def environment():
     patch = pytest.MonkeyPatch()
     patch.setenv(IMPORT_VARIABLE, "")
     patch.setattr(INJECTIONS, "_registered", {})
-    patch.setattr("parcae.registry._imported", set())
+    patch.setattr("parcae.registry._imported", {})
     yield
     patch.undo()
 
@@ -100,8 +100,29 @@ def test_a_checkpoint_holds_only_its_name(run, trained, capsys, monkeypatch):
     monkeypatch.setattr(INJECTIONS, "_registered", {})
     assert main(["generate", str(run), "def ", "--max-new-tokens", "4"]) == 2
     error = capsys.readouterr().err
-    for part in ("config.json: model.injection: 'rotation' is not a known", "--import FILE"):
+    for part in (
+        "config.json: model.injection: 'rotation' is not a known",
+        f"The run was trained with --import {EXAMPLE}.",
+    ):
         assert part in error
+
+
+def test_the_run_records_its_file_and_imports_it_only_when_asked(run, capsys, monkeypatch):
+    assert [e["message"] for e in parcae.runs.read_metrics(run)["event"]] == [str(EXAMPLE)]
+    monkeypatch.setattr(INJECTIONS, "_registered", {})
+    assert main(["train", "--resume", str(run)]) == 2
+    assert f"The run was trained with --import {EXAMPLE}." in capsys.readouterr().err
+    assert main(["train", SMOKE, "--out", str(run)]) == 2
+    assert f"`parcae train --resume {run} --import {EXAMPLE}`" in capsys.readouterr().err
+    assert "rotation" not in INJECTIONS
+
+
+@pytest.mark.slow
+def test_compare_and_export_import_it(run, tmp_path):
+    compared = in_new_process("compare", run, "--import", EXAMPLE)
+    assert compared.returncode == 0, compared.stderr
+    exported = in_new_process("export", run, tmp_path / "exported", "--import", EXAMPLE)
+    assert "'rotation' is defined outside of parcae" in exported.stderr
 
 
 @pytest.mark.slow
@@ -154,7 +175,7 @@ def test_a_sweep_trains_it(run, tmp_path):
 def test_workers_of_a_sweep_import_it(monkeypatch):
     from parcae.sweeps.launch import environments
 
-    monkeypatch.setattr("parcae.registry._imported", set())
+    monkeypatch.setattr("parcae.registry._imported", {})
     monkeypatch.setenv(IMPORT_VARIABLE, "")
     import_file(EXAMPLE)
     assert all(own[IMPORT_VARIABLE] == str(EXAMPLE) for own in environments(2))

@@ -9,7 +9,9 @@ import random
 import pytest
 
 import fake_runs as fakes
+import parcae
 from parcae.files import FileError
+from parcae.recipe import write_toml
 from parcae.report.runs import column, number, numbers, read_run, read_runs
 
 ONE = fakes.train_line(1, 1, random.Random(0))
@@ -38,6 +40,16 @@ def test_the_last_line_may_be_cut_off(tmp_path, tail):
     assert run.amount("steps") == 2
     assert run.train_loss == 2.5
     assert run.parameters == 942_848
+
+
+def test_the_mean_of_a_model_whose_parts_are_not_imported(tmp_path):
+    folder = fakes.looped_run(tmp_path / "run")
+    own = {"injection": "of-my-file", "loop": {"sampler": "of-my-file", "mean_loops": 4}}
+    (folder / "recipe.toml").write_text(write_toml(fakes.recipe(model=own)))
+    run = read_run(folder)
+    assert run.config is None
+    assert run.nominal_depth == 4
+    assert [row["loops"] for row in parcae.compare(folder).table()] == [4]
 
 
 def test_unknown_kinds_and_keys_do_no_harm(tmp_path):

@@ -70,12 +70,15 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(
     how, recipe_file, tmp_path, one_thread
 ):
     (recipe, path), run, log = recipe_file, tmp_path / "run", tmp_path / "log"
-    process = start(["train", path, "--out", run], log, pause=0.05)
+    own = tmp_path / "my ideas.py"
+    own.touch()
+    process = start(["train", path, "--out", run, "--import", own], log, pause=0.05)
     wait_for_step(run, 4, process)
     os.kill(process.pid, how)
     process.join(timeout=30)
     assert process.exitcode == 0, log.read_text()
-    assert f"saved. Continue with: parcae train --resume {run}" in log.read_text()
+    command = f"parcae train --resume {run} --import '{own}'"
+    assert f"saved. Continue with: {command}" in log.read_text()
     assert "Traceback" not in log.read_text()
     result = read_result(run)
     assert result.status == "interrupted"

@@ -155,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print_result(result: SweepResult) -> None:
     from parcae import console
+    from parcae.registry import import_options, imported_files
 
     rows = [
         (
@@ -169,14 +170,15 @@ def _print_result(result: SweepResult) -> None:
     ]
     columns = ("run", "state", "loss at mean loops", "tokens", "FLOPs", "time")
     console.out.print(console.table(str(result.folder), columns, rows))
+    command = f"parcae sweep {result.folder}{import_options(imported_files())}"
     for run in result.runs:
         if run.failure is not None:
             console.print_text(f"{run.state}: {run.name}: {run.failure} See {run.log}")
     if any(run.state == "failed" for run in result.runs):
-        console.print_text(f"To start failed runs again: parcae sweep {result.folder} --retry")
+        console.print_text(f"To start failed runs again: {command} --retry")
     counts = Counter(run.state for run in result.runs)
     console.print_text(", ".join(f"{count} {state}" for state, count in counts.items()) + ".")
     if result.interrupted:
-        console.print_text(f"To continue: parcae sweep {result.folder}")
+        console.print_text(f"To continue: {command}")
     if result.rows:
         console.print_text(f"Table: {result.table_file}  Laws: parcae fit {result.folder}")

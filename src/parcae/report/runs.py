@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from parcae.config import ConfigError, ModelConfig
+from parcae.config import ConfigError, LoopConfig, ModelConfig
 from parcae.files import FileError
 from parcae.presets import model_from_table
 from parcae.recipe import flatten
@@ -110,8 +110,15 @@ class Run:
 
     @property
     def nominal_depth(self) -> int | None:
-        """The number of loops the model is used with: the mean of training."""
-        return self.config.loop.nominal_loops if self.config else None
+        """The number of loops the model is used with: the mean of training. The recipe has it
+        even where the injection or sampler is of a file that was not imported."""
+        if self.config is not None:
+            return self.config.loop.nominal_loops
+        mean: Any = flatten(self.recipe).get("model.loop.mean_loops")
+        try:
+            return LoopConfig(mean_loops=mean).nominal_loops
+        except ConfigError:
+            return None
 
     @cached_property
     def validations(self) -> list[Validation]:

@@ -14,6 +14,7 @@ from parcae.device import find_device
 from parcae.files import FileError
 from parcae.runs.checkpoints import find_checkpoint, verify_model_folder
 from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES, run_of
+from parcae.runs.records import naming_imports
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,8 @@ def load(
 
     folder = find_checkpoint(path, best)
     verify_model_folder(folder)
-    return read_model(folder, find_device(device))
+    with naming_imports(folder):
+        return read_model(folder, find_device(device))
 
 
 def open_checkpoint(
@@ -64,7 +66,8 @@ def open_checkpoint(
     folder = find_checkpoint(path, best)
     verify_model_folder(folder)
     encoder = Tokenizer.load(find_tokenizer(folder) if tokenizer is None else tokenizer)
-    model = read_model(folder, find_device(device))
+    with naming_imports(folder):
+        model = read_model(folder, find_device(device))
     entries, vocabulary = encoder.vocab_size, model.config.vocab_size
     require(
         entries <= vocabulary,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -11,7 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from parcae.config import ConfigError
 from parcae.files import FileError, interpreting, read_sealed, write_sealed
 from parcae.recipe import flatten, read_toml
-from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE
+from parcae.registry import IMPORT_OPTION, import_options
+from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE, run_of
 from parcae.schema import shorten, type_hints, without_none
 
 Line = dict[str, Any]
@@ -19,6 +22,8 @@ RunStatus = Literal["new", "started", "interrupted", "diverged", "finished"]
 FINAL_STATUSES: tuple[RunStatus, ...] = ("diverged", "finished")
 """A run with one of these has nothing left to do: to continue it would not change it."""
 TAIL_BYTES = 1 << 16
+IMPORTED = "imported"
+"""The kind of event that records a file of `--import`."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,30 @@ def read_metrics(run: str | Path) -> dict[str, list[Line]]:
     if not kinds:
         raise FileError(f"{path}: the run has logged nothing yet. Wait for its first step.")
     return kinds
+
+
+def recorded_imports(run: str | Path) -> list[str]:
+    """The files of `--import` that the run was trained with. They are named in messages, never
+    imported by themselves: the folder may be a stranger's."""
+    try:
+        events = read_metrics(run).get("event", [])
+    except FileError:
+        return []
+    paths = [event.get("message") for event in events if event.get("what") == IMPORTED]
+    return list(dict.fromkeys(path for path in paths if isinstance(path, str)))
+
+
+@contextmanager
+def naming_imports(path: str | Path) -> Iterator[None]:
+    """Add to an error that asks for `--import FILE` which files the run was trained with."""
+    try:
+        yield
+    except (ConfigError, FileError) as error:
+        run = run_of(path)
+        options = import_options(recorded_imports(run)) if run is not None else ""
+        if IMPORT_OPTION not in str(error) or not options:
+            raise
+        raise type(error)(f"{error} The run was trained with{options}.") from None
 
 
 def last_step(run: str | Path) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parcae import console
 from parcae.model.flops import parameter_count
+from parcae.registry import import_options, imported_files
 from parcae.runs import TrainResult
 from parcae.runs.layout import list_steps
 from parcae.training.data_use import use_of_loader
@@ -97,7 +98,8 @@ def end_message(result: TrainResult, learner: Learner) -> str:
     """The last line of a run: how it ended, and how to continue."""
     step, run = result.steps, result.folder
     if result.status == "interrupted":
-        return f"Stopped at step {step}; saved. Continue with: parcae train --resume {run}"
+        command = f"parcae train --resume {run}{import_options(imported_files())}"
+        return f"Stopped at step {step}; saved. Continue with: {command}"
     if result.status == "diverged":
         cause = "its weights are not finite"
         if learner.guard.has_diverged:

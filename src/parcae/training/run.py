@@ -17,6 +17,7 @@ from typing import Any
 from parcae.config import ConfigError, require
 from parcae.files import FileError, interpreting, write_text
 from parcae.recipe import flatten, merge, write_toml
+from parcae.registry import import_options
 from parcae.runs import TrainResult, find_run
 from parcae.runs.checkpoints import last_state
 from parcae.runs.layout import (
@@ -27,6 +28,7 @@ from parcae.runs.layout import (
     RESULT_FILE,
     TOKENIZER_FILE,
 )
+from parcae.runs.records import naming_imports, recorded_imports
 from parcae.training.settings import (
     Recipe,
     recipe_from_file,
@@ -117,7 +119,8 @@ def default_folder(recipe: str | Path) -> Path:
 
 def read_recipe(run: Path, flags: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe of an existing run, with flags over it."""
-    return recipe_from_file(find_run(run) / RECIPE_FILE, flags)
+    with naming_imports(run):
+        return recipe_from_file(find_run(run) / RECIPE_FILE, flags)
 
 
 def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recipe:
@@ -130,8 +133,8 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
 
     if (run / METRICS_FILE).exists():
         raise ConfigError(
-            f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}`, "
-            "or use another `out`."
+            f"{run}: exists and holds a run. Continue it with `parcae train --resume {run}"
+            f"{import_options(recorded_imports(run))}`, or use another `out`."
         )
     check_sources(recipe)
     recipe = with_recorded_start(recipe)

@@ -20,8 +20,9 @@ from parcae.files import FileError, interpreting, lock_folder, nan_to_none, numb
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import to_dict
+from parcae.registry import imported_files
 from parcae.runs.layout import STATE_FILE, checkpoint_path
-from parcae.runs.records import RunStatus, TrainResult
+from parcae.runs.records import IMPORTED, RunStatus, TrainResult, recorded_imports
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
 from parcae.training.distributed import Workers, deterministic, open_workers
@@ -170,6 +171,11 @@ class Trainer:
             except (ConfigError, OSError) as error:
                 failure = error
         self.workers.raise_together(failure)
+        if self.log is not None and (imported := imported_files()):
+            recorded = recorded_imports(self.out)
+            for path in imported:
+                if path not in recorded:
+                    self._write("event", what=IMPORTED, message=path)
         for message in start_messages(self.learner, self.out, self.progress, self.peak):
             self.display.print(message)
         with self.display, StopSignals(message=STOPPING if self.workers.is_first else None) as stop:
