@@ -9,6 +9,7 @@ import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import pytest
 import yaml
 
 import parcae
@@ -42,12 +43,13 @@ def test_types_are_given_to_users_too():
     assert (PACKAGE / "py.typed").exists()
 
 
+@pytest.mark.slow
 def test_each_dependency_is_imported_and_each_import_is_a_dependency():
     extras = PROJECT["optional-dependencies"]
     optional = [line for extra in extras for line in extras[extra] if extra != "dev"]
-    needed = names(PROJECT["dependencies"])
-    assert needed - imports() == set()
-    assert imports() - BROUGHT - needed - names(optional) == set()
+    needed, imported = names(PROJECT["dependencies"]), imports()
+    assert needed - imported == set()
+    assert imported - BROUGHT - needed - names(optional) == set()
 
 
 def test_the_workflow_tries_the_ends_of_what_is_supported():
