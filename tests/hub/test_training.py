@@ -1,14 +1,22 @@
-"""Fine-tuning in transformers: Trainer and LoRA."""
+"""Fine-tuning in transformers (Trainer, LoRA), and weights kept elsewhere by accelerate."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import Dataset
 
 import parcae
-from conftest import randomised
-from hub_models import TRANSFORMER, in_transformers, ours, random_tokens  # noqa: F401
+from conftest import KINDS, randomised
+from hub_models import (  # noqa: F401
+    TRANSFORMER,
+    in_transformers,
+    modelling_file,
+    ours,
+    random_tokens,
+    theirs,
+)
 from parcae.hub import modeling_parcae
 from parcae.hub.loops import drawn_depths
 from parcae.hub.modeling_parcae import ParcaeForCausalLM
@@ -26,23 +34,25 @@ class Repeated(Dataset):
         return {"input_ids": row, "labels": row}
 
 
+ARGUMENTS = {
+    "max_steps": 12,
+    "per_device_train_batch_size": 8,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 0,
+}
+
+
 def train(model, folder) -> list[float]:
     """The losses of the steps; the trained model is saved in `folder`."""
     from transformers import Trainer, TrainingArguments  # a second, for slow tests only
 
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=12,
-        per_device_train_batch_size=8,
-        learning_rate=5e-3,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=0,
-    )
+    arguments = TrainingArguments(output_dir=str(folder), **ARGUMENTS)
     trainer = Trainer(model=model, args=arguments, train_dataset=Repeated())
     trainer.train()
     trainer.save_model()
@@ -97,12 +107,73 @@ def test_lora(tmp_path, ours):
     torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_device_map(tmp_path, ours):
-    theirs = in_transformers(ours)
-    theirs.save_pretrained(tmp_path)
-    placed = ParcaeForCausalLM.from_pretrained(tmp_path, device_map="auto")
-    tokens = random_tokens(1, 4)
-    assert torch.equal(placed(tokens).logits, theirs(tokens).logits)
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [modeling_parcae, modelling_file()], ids=["package", "folder"])
+def test_evaluation_while_training(tmp_path, ours, source):
+    """At the depth of the configuration, by `eval_strategy`, `evaluate` and `predict`."""
+    from transformers import Trainer, TrainingArguments
+
+    model, rows = in_transformers(ours, source), Repeated()
+    tokens = torch.stack([rows[index]["input_ids"] for index in range(len(rows))])
+    expected = ours(tokens, loops=4, state="zero").logits
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 1}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **ARGUMENTS | evaluation)
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
+    loss = F.cross_entropy(expected[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    predicted = torch.tensor(trainer.predict(rows).predictions)
+    torch.testing.assert_close(predicted, expected, atol=1e-4, rtol=1e-4)
+    trainer.train()
+    assert [line["step"] for line in trainer.state.log_history if "eval_loss" in line] == [1]
+
+
+PARTS = ("embed_tokens", "value_embeddings", "prelude", "core", "readout", "coda", "norm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [None, "everything", "what does not fit", *PARTS])
+def test_weights_on_the_disk(theirs, tmp_path, on_disk):
+    """Loaded from there for every use, they give the same; as often as they are asked for."""
+    theirs.save_pretrained(tmp_path / "model")
+    options = {"device_map": "auto"}
+    if on_disk == "everything":
+        options["device_map"] = {"": "disk"}
+    elif on_disk == "what does not fit":
+        options["max_memory"] = {"cpu": 100_000}
+    elif on_disk is not None:
+        options["device_map"] = {f"model.{part}": "cpu" for part in PARTS} | {
+            "lm_head": "disk" if on_disk == "embed_tokens" else "cpu",  # one weight
+            f"model.{on_disk}": "disk",
+        }
+    model = ParcaeForCausalLM.from_pretrained(
+        tmp_path / "model", offload_folder=tmp_path / "disk", **options
+    )
+    assert any(p.is_meta for p in model.parameters()) == (on_disk is not None)
+    check_same(model, theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("kind", ["parcae", "rdm"])
+def test_offloading_with_accelerate(kind, tmp_path, place):
+    """Of a model in memory, whose weights wait on the CPU or on the disk."""
+    from accelerate import cpu_offload, disk_offload
+
+    ours = randomised(KINDS[kind])
+    model = in_transformers(ours)
+    if place == "cpu":
+        cpu_offload(model, execution_device="cpu")
+    else:
+        disk_offload(model, tmp_path, execution_device="cpu")
+    assert all(p.is_meta for p in model.parameters())
+    check_same(model, in_transformers(ours))
+
+
+def check_same(model, expected) -> None:
+    tokens, greedy = random_tokens(2, 7), {"do_sample": False, "max_new_tokens": 4}
+    for _ in range(2):
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert torch.equal(model.generate(tokens, **greedy), expected.generate(tokens, **greedy))
 
 
 def test_a_transformer_trains_too():

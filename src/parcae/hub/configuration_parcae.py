@@ -67,7 +67,7 @@ class ParcaeConfig(PreTrainedConfig):
     """
 
     model_type = "parcae"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     base_model_tp_plan = None
     base_model_pp_plan = None
 

@@ -380,7 +380,7 @@ class ParcaeModel(ParcaePreTrainedModel):
             core_rope = rope
             if self.config.core_block.head_dim != self.config.block.head_dim:
                 core_rope = self._rope(position_ids, self.config.core_block.head_dim)
-            transition, drive = self.core.injection.prepare(x)
+            transition, drive = self.core.injection(x)
             rows = CoreRows(drive, values[P : P + K], core_rope, attention_mask, position_ids)
             h = self._initial_state(x)
             if isinstance(depths, int):

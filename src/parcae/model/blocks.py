@@ -152,7 +152,8 @@ def _is_plain_linear(module: nn.Module) -> bool:
     """Whether nothing is lost if only its weight is used: no adapter, no quantisation, no hook."""
     hooks = (module._forward_hooks, module._forward_pre_hooks)
     hooks += (module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is nn.Linear and not any(hooks)
+    replaced = "forward" in vars(module)  # by accelerate, which loads offloaded weights there
+    return type(module) is nn.Linear and not replaced and not any(hooks)
 
 
 class Block(nn.Module):

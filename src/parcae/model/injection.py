@@ -68,6 +68,10 @@ class Injection(nn.Module, ABC):
     def mix(self, h: Tensor, transition: Tensor, drive: Tensor) -> Tensor:
         """x = A_bar h + drive [B, S, d_h], from the state h [B, S, d_h], in every loop."""
 
+    def forward(self, e: Tensor) -> tuple[Tensor, Tensor]:
+        """`prepare`, with the hooks of the module."""
+        return self.prepare(e)
+
     def init_weights(self, std: float, generator: torch.Generator) -> None:
         """Set every parameter. The default: matrices N(0, std^2), vectors zero.
 
