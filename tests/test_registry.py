@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 
 import pytest
@@ -20,6 +22,7 @@ from parcae.registry import IMPORT_VARIABLE, INJECTIONS, OPTIMISERS, SAMPLERS, R
 from parcae.training.optim import Optimiser, assign
 from parcae.training.schedule import Factors
 from parcae.training.settings import OptimiserConfig
+from parcae.training.telemetry import matrices
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +53,24 @@ class LowRank(Injection):
         return (h @ self.V.T) @ transition.T + drive
 
 
+class Gated(Injection):
+    """x = a(e) h + B e: what depends on e travels in `drive`."""
+
+    stability = "stable"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.W = nn.Parameter(torch.empty(2 * self.state_width, self.width))
+
+    def prepare(self, e):
+        gate, drive = (e @ self.W.T).chunk(2, dim=-1)
+        return None, torch.cat([gate.sigmoid(), drive], dim=-1)
+
+    def mix(self, h, transition, drive):
+        gate, drive = drive.chunk(2, dim=-1)
+        return gate * h + drive
+
+
 @pytest.fixture
 def low_rank():
     parcae.register_injection("low-rank", LowRank)
@@ -75,6 +96,48 @@ def test_the_default_matrices_and_counts_are_those_that_built_in_injections_decl
             default = getattr(Injection, method)(injection)
             torch.testing.assert_close(default, getattr(injection, method)())
         assert Injection.matrix_entries(injection) == injection.matrix_entries()
+
+
+def test_an_injection_whose_A_depends_on_the_input_runs_and_has_no_spectral_radius(capsys):
+    parcae.register_injection("gated", Gated)
+    with torch.no_grad():  # as where models are loaded
+        model = create(tiny(injection="gated")).eval()
+    tokens = torch.randint(96, (3, 8), generator=torch.Generator().manual_seed(0))
+    model(tokens, tokens, loops=parcae.Depths((5, 3, 1), (2, 2, 1))).loss.backward()
+    injection = model.loop.core.injection
+    assert injection.W.grad.any()
+    assert injection.transition_matrix() is None
+    assert math.isnan(injection.spectral_radius())
+    assert matrices(model).keys() == {"input_norm", "readout_norm"}
+    with torch.no_grad():
+        injection.W.zero_()  # the same where the gate is constant at first
+    assert matrices(model).keys() == {"input_norm", "readout_norm"}
+    engine = parcae.Engine(model)
+    assert engine.generate([1, 2, 3], loops=3, max_new_tokens=4, temperature=0).tokens
+    assert main(["show", "parcae-1m", "--model.injection", "gated"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stable; A depends on the input: its spectral radius is not defined" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prepare": lambda self, e: e @ self.B.T}, "LowRank.prepare returns no pair"),
+        ({"prepare": lambda self, e: (None, None)}, "returns a drive of type NoneType"),
+        ({"prepare": lambda self, e: (0.5, e @ self.B.T)}, "returns a transition of type float"),
+        ({"prepare": lambda self, e: (e.mean(), e @ self.B.T)}, "a transition that depends on e"),
+        ({"prepare": lambda self, e: (None, e @ self.B.T)}, "mix fails: AttributeError.*line"),
+        ({"mix": lambda self, h, a, b: None}, "mix returns type NoneType. Expected: the shape"),
+        ({"mix": lambda self, h, a, b: b[:, :1]}, r"mix returns shape \[1, 1, 64\]"),
+    ],
+)
+def test_show_checks_what_a_registered_injection_returns(changes, message, capsys):
+    parcae.register_injection("wrong", type("LowRank", (LowRank,), changes))
+    wide = ["--model.state_width", "64", "--model.state_heads", "4"]
+    assert main(["show", "parcae-1m", "--model.injection", "wrong", *wide]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("parcae: model.injection: 'wrong': LowRank")
+    assert re.search(message, error), error
 
 
 def test_flops_count_the_products_of_a_registered_injection(low_rank):

@@ -238,6 +238,8 @@ LR = {"muon": 8e-3}
         (seen(), seen(), "lower the learning rate"),
         (seen(), None, "lower the learning rate"),
         (seen(radius=1.0), seen(), "lower the learning rate"),
+        ({"state_norm": 5e3, "state_norms": [2.0, 5e3]}, None, "A, which depends on the input, or"),
+        ({"state_norm": 3.0, "state_norms": [2.0, 3.0]}, None, "stable (state norm 3)"),
     ],
 )
 def test_diagnoses(now, before, word):

@@ -33,7 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
         config = _model({"model": {"preset": source}}, flags)
 
     from parcae.model import flops  # imports torch, so after the recipe is known to be valid
-    from parcae.registry import INJECTIONS
 
     console.out.print(write_toml({"model": to_dict(config)}), markup=False, highlight=False)
     loop, cost = config.loop, flops.token_flops(config)
@@ -51,7 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
         ("training FLOPs per token", console.format_flops(flops.training_flops_per_token(config))),
     ]
     if config.architecture == "looped":
-        rows.append(("stability by construction", INJECTIONS[config.injection].stability))
+        injection = flops.injection_of(config)
+        stability = injection.stability
+        if injection.depends_on_input:
+            stability += "; A depends on the input: its spectral radius is not defined"
+        rows.append(("stability by construction", stability))
     console.out.print(console.table("Size and cost", ("", ""), rows))
     return 0
 

@@ -24,7 +24,7 @@ from parcae.model import build
 from parcae.model.blocks import GATE_CHANNELS
 from parcae.model.depth import Depths
 from parcae.model.init_weights import Unfilled
-from parcae.model.injection import build_injection
+from parcae.model.injection import Injection, build_injection
 from parcae.registry import INJECTIONS
 
 
@@ -111,8 +111,14 @@ def _injection_entries(config: ModelConfig) -> tuple[int, int]:
     """Matrix entries of the injection: used once per forward, and once per loop."""
     if config.architecture == "transformer":
         return 0, 0
+    with torch.device("meta"):
+        return injection_of(config).matrix_entries()
+
+
+def injection_of(config: ModelConfig) -> Injection:
+    """The injection of a looped model, without memory for its weights."""
     with torch.device("meta"), Unfilled():
-        return build_injection(config).matrix_entries()
+        return build_injection(config)
 
 
 def _forget() -> None:

@@ -20,14 +20,16 @@ class here and a line in `registry.INJECTIONS`.
 from __future__ import annotations
 
 import math
+import traceback
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parcae.config import ModelConfig
+from parcae.config import ConfigError, ModelConfig
 from parcae.registry import INJECTIONS
 
 Stability = Literal["stable", "marginally stable", "unstable", "not guaranteed"]
@@ -57,15 +59,16 @@ class Injection(nn.Module, ABC):
         """d_h: channels of h."""
 
     @abstractmethod
-    def prepare(self, e: Tensor) -> tuple[Tensor, Tensor]:
+    def prepare(self, e: Tensor) -> tuple[Any, Tensor]:
         """(transition, drive) from e [B, S, d_e], once per forward.
 
-        `transition` is A_bar in the form `mix` needs; it must not depend on e. `drive` is usually
-        B_bar e [B, S, d_h]; it may have any number of channels.
+        `transition` is A_bar in the form `mix` needs, a tensor that does not depend on e, or None
+        where `mix` needs none. `drive` [B, S, any] is usually B_bar e; an A_bar that depends on e
+        is a part of it.
         """
 
     @abstractmethod
-    def mix(self, h: Tensor, transition: Tensor, drive: Tensor) -> Tensor:
+    def mix(self, h: Tensor, transition: Any, drive: Tensor) -> Tensor:
         """x = A_bar h + drive [B, S, d_h], from the state h [B, S, d_h], in every loop."""
 
     def forward(self, e: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,12 +86,31 @@ class Injection(nn.Module, ABC):
             else:
                 nn.init.zeros_(parameter)
 
-    def transition_matrix(self) -> Tensor:
-        """A_bar, dense [d_h, d_h].
+    @cached_property
+    def depends_on_input(self) -> bool:
+        """Whether dx/dh depends on e or h, so that there is no A_bar that holds for every input.
 
-        The default applies the injection to unit vectors, with e = 0. This is exact where x is
-        linear in h; one that is not should return its linearisation.
+        Found from the graph of derivatives, so it does not depend on the parameters' values.
         """
+        e = torch.zeros(1, 2, self.width, **self._like()).requires_grad_()
+        h = torch.zeros(1, 2, self.state_width, **self._like()).requires_grad_()
+        with torch.enable_grad():
+            x = self.mix(h, *self.prepare(e))
+            (slope,) = torch.autograd.grad(x.sum(), h, create_graph=True, allow_unused=True)
+            if slope is None or not slope.requires_grad:
+                return False
+            return any(
+                of is not None for of in torch.autograd.grad(slope.sum(), (e, h), allow_unused=True)
+            )
+
+    def transition_matrix(self) -> Tensor | None:
+        """A_bar, dense [d_h, d_h]; None, not defined, where it depends on the input.
+
+        The default applies the injection to unit vectors. One that is not linear in h may return
+        its linearisation.
+        """
+        if self.depends_on_input:
+            return None
         h = torch.eye(self.state_width, **self._like())[None]
         prepared = self.prepare(h.new_zeros(1, self.state_width, self.width))
         return (self.mix(h, *prepared) - self.mix(torch.zeros_like(h), *prepared))[0].T
@@ -112,8 +134,11 @@ class Injection(nn.Module, ABC):
 
     @torch.no_grad()
     def spectral_radius(self) -> float:
-        """Largest |eigenvalue| of A_bar."""
-        eigenvalues = torch.linalg.eigvals(self.transition_matrix().cpu().double())
+        """Largest |eigenvalue| of A_bar; NaN where it is not defined."""
+        matrix = self.transition_matrix()
+        if matrix is None:
+            return math.nan
+        eigenvalues = torch.linalg.eigvals(matrix.cpu().double())
         return eigenvalues.abs().max().item()
 
     def _product_flops(self, tokens: int) -> tuple[int, int]:
@@ -266,4 +291,69 @@ class AdditionInjection(Injection):
 
 
 def build_injection(config: ModelConfig) -> Injection:
-    return INJECTIONS[config.injection](config)
+    injection = INJECTIONS[config.injection](config)
+    if type(injection).__module__ != __name__:
+        _check(injection, config)
+    return injection
+
+
+def _check(injection: Any, config: ModelConfig) -> None:
+    """ConfigError unless `prepare` and `mix` of a registered injection return what they should."""
+    name = f"model.injection: {config.injection!r}: {type(injection).__name__}"
+    if not isinstance(injection, Injection):
+        raise ConfigError(f"{name} is not an injection. Subclass parcae.Injection.")
+    method = "prepare"
+    try:
+        with torch.enable_grad():
+            e = torch.zeros(1, 2, injection.width, **injection._like()).requires_grad_()
+            h = torch.zeros(1, 2, injection.state_width, **injection._like())
+            transition, drive = _checked_pair(injection.prepare(e), e, f"{name}.prepare returns")
+            method = "mix"
+            x = injection.mix(h, transition, drive)
+    except ConfigError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"{name}.{method} fails: {type(error).__name__}: {error}. See {frame.filename}, line "
+            f"{frame.lineno}."
+        ) from error
+    if not isinstance(x, Tensor) or x.shape != h.shape:
+        raise ConfigError(
+            f"{name}.mix returns {_describe(x)}. Expected: the shape of h, [batch, sequence, d_h]."
+        )
+    _ = injection.depends_on_input  # while nothing is sharded
+
+
+def _checked_pair(prepared: Any, e: Tensor, returns: str) -> tuple[Tensor | None, Tensor]:
+    if not isinstance(prepared, tuple) or len(prepared) != 2:
+        raise ConfigError(f"{returns} no pair. Return (transition, drive).")
+    transition, drive = prepared
+    if not isinstance(drive, Tensor) or drive.ndim != 3 or drive.shape[:2] != e.shape[:2]:
+        raise ConfigError(
+            f"{returns} a drive of {_describe(drive)}. Expected: a tensor [batch, sequence, "
+            "channels]."
+        )
+    if transition is None:
+        return None, drive
+    if not isinstance(transition, Tensor):
+        raise ConfigError(
+            f"{returns} a transition of {_describe(transition)}. Expected: a tensor that does not "
+            "depend on e, or None."
+        )
+    if (
+        transition.requires_grad
+        and torch.autograd.grad(transition.abs().sum(), e, allow_unused=True, retain_graph=True)[0]
+        is not None
+    ):
+        raise ConfigError(
+            f"{returns} a transition that depends on e. All sequences share it: put what depends "
+            "on e into drive, and return None."
+        )
+    return transition, drive
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"shape {list(value.shape)} for 1 sequence of 2 tokens"
+    return f"type {type(value).__name__}"

@@ -47,7 +47,7 @@ def untraced(function: Any) -> Any:
 class LoopInputs(NamedTuple):
     """The inputs of every loop; they do not depend on the loop, so they are computed once."""
 
-    transition: Tensor
+    transition: Tensor | None
     drive: Tensor
     rope: Rope
     values: Values
@@ -68,8 +68,8 @@ class LoopInputs(NamedTuple):
     def detach(self) -> LoopInputs:
         values = [None if value is None else value.detach() for value in self.values]
         weights = [weight.detach() for weight in self.weights]
-        transition, drive = self.transition.detach(), self.drive.detach()
-        return LoopInputs(transition, drive, self.rope, values, weights)
+        transition = None if self.transition is None else self.transition.detach()
+        return LoopInputs(transition, self.drive.detach(), self.rope, values, weights)
 
 
 class Core(nn.Module):

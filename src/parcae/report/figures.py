@@ -318,7 +318,7 @@ LOOP: tuple[Draw, ...] = (
         "spectral radius",
         "spectral_radius",
         "Below 1, a red line where it is in view, the linear part of the loop is stable for every "
-        "input.",
+        "input. An A that depends on the input has none.",
         telemetry=True,
     ),
     several_over_training(

@@ -85,7 +85,8 @@ def diagnose(
     rates = ", ".join(f"{name} {value:.3g}" for name, value in lr.items())
     if now is None:
         return f"The model has no loop; lower the learning rate ({rates})."
-    radius, norm = now["spectral_radius"], now["state_norm"]
+    norm = now["state_norm"]
+    radius = now.get("spectral_radius", math.nan)  # not defined where A depends on the input
     if radius is None or norm is None or not math.isfinite(norm):
         return (
             "The state is not finite at full depth: the loop has diverged. "
@@ -100,14 +101,19 @@ def diagnose(
         )
     # Without earlier telemetry, the state after the first loop is the reference.
     start = (now["state_norms"][0] if before is None else before["state_norm"]) or 0.0
+    is_defined = not math.isnan(radius)
     if norm > STATE_GROWTH_LIMIT * max(start, 1e-9):
+        cause = ": A, which depends on the input, or"
+        if is_defined:
+            cause = f" although the linear part does not expand (spectral radius {radius:.3f}):"
         return (
-            f"The state norm grew from {start:.3g} to {norm:.3g} although the linear part does not "
-            f"expand (spectral radius {radius:.3f}): the injected input has grown. "
+            f"The state norm grew from {start:.3g} to {norm:.3g}{cause} the injected input has "
+            "grown. "
             "Use the prelude norm, or a lower learning rate "
             f"({rates})."
         )
+    about = f"spectral radius {radius:.3f}, " if is_defined else ""
     return (
-        f"The loop is stable (spectral radius {radius:.3f}, state norm {norm:.3g}): lower the "
+        f"The loop is stable ({about}state norm {norm:.3g}): lower the "
         f"learning rate ({rates}), or warm it up."
     )

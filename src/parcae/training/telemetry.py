@@ -40,14 +40,23 @@ def observe(
 
 
 def matrices(model: LoopedModel) -> dict[str, float | None]:
-    """Spectral radius of A_bar, and spectral norms: the two differ unless A_bar is diagonal."""
+    """Spectral radius of A_bar, and spectral norms: the two differ unless A_bar is diagonal.
+
+    Those of an A_bar that depends on the input are not defined, and left out."""
     injection, readout = model.loop.core.injection, model.coda.readout
     transition = injection.transition_matrix()
     has_closed_form = type(injection).spectral_radius is not Injection.spectral_radius
     radius = (lambda _: injection.spectral_radius()) if has_closed_form else _largest_eigenvalue
+    of_transition = (
+        {}
+        if transition is None
+        else {
+            "spectral_radius": _if_finite(transition, radius),
+            "transition_norm": spectral_norm(transition),
+        }
+    )
     return {
-        "spectral_radius": _if_finite(transition, radius),
-        "transition_norm": spectral_norm(transition),
+        **of_transition,
         "input_norm": spectral_norm(injection.input_matrix()),
         "readout_norm": None if readout is None else spectral_norm(readout.weight),
     }
