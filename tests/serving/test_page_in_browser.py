@@ -72,13 +72,13 @@ class RunningServer:
         close(self.app)
 
     @contextmanager
-    def slowed(self):
+    def slowed(self, seconds=0.02):
         """Give tests time to act while a text is being written."""
         engine = self.app.state.models["tiny"].engine
         step = engine.step
 
         def slow_step():
-            time.sleep(0.02)
+            time.sleep(seconds)
             return step()
 
         engine.step = slow_step
@@ -332,7 +332,7 @@ def test_continues_when_the_server_is_back(open_page, checkpoint, complete, says
         page = open_page(server.url)
         write(page, "#seed", SEED)
         write(page, "#max-tokens", 100)
-        with server.slowed():
+        with server.slowed(0.2):  # 20 s
             page.click("#generate")
             page.wait("document.querySelectorAll('.token').length > 5")
             if says_so:

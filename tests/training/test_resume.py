@@ -18,17 +18,26 @@ KILLS = 8
 STEPS = 70
 
 
-def go(recipe, out, resume, slow_checkpoints):
+def go(recipe, out, resume, held=None):
+    """One that is to be killed does not end: it waits before its last step or, if the folder `held`
+    exists, inside a checkpoint, for which it removes the folder."""
     torch.set_num_threads(1)
     trainer.peak_flops = lambda *_: 1e12
-    if slow_checkpoints:  # so that kills fall into the middle of one
-        plain = checkpoints.sha256
+    if held is not None:
+        take_step, sha256 = trainer.Trainer._train_step, checkpoints.sha256
 
-        def slow(path):
-            time.sleep(0.05)
-            return plain(path)
+        def step(self):
+            if self.learner.step == STEPS - 1:
+                time.sleep(600)
+            take_step(self)
 
-        checkpoints.sha256 = slow
+        def checksum(path):
+            if held.exists() and path.is_relative_to(out) and ".step-" in str(path):
+                held.rmdir()
+                time.sleep(600)
+            return sha256(path)
+
+        trainer.Trainer._train_step, checkpoints.sha256 = step, checksum
     train(recipe, out, resume=resume)
 
 
@@ -37,16 +46,19 @@ def last_checkpoint(run):
     return max(steps, default=0)
 
 
-def wait_for_step(run, process, step):
-    """Until the run that was just started has logged `step` again or for the first time."""
-    before = run / "metrics.jsonl"
-    stamp = before.stat().st_mtime_ns if before.exists() else 0
-    while process.exitcode is None:
-        if before.exists() and before.stat().st_mtime_ns != stamp:
-            logged = before.read_text().rsplit("\n", 2)
-            if len(logged) > 1 and logged[-2] and json.loads(logged[-2])["step"] >= step:
-                return
-        time.sleep(0.005)
+def logged(run, step):
+    """A function that says whether the run that was just started has logged `step`, again or for
+    the first time."""
+    path = run / "metrics.jsonl"
+    stamp = path.stat().st_mtime_ns if path.exists() else 0
+
+    def has_logged():
+        if not path.exists() or path.stat().st_mtime_ns == stamp:
+            return False
+        lines = path.read_text().rsplit("\n", 2)
+        return len(lines) > 1 and bool(lines[-2]) and json.loads(lines[-2])["step"] >= step
+
+    return has_logged
 
 
 @pytest.mark.slow
@@ -54,30 +66,31 @@ def test_killed_again_and_again_is_bit_identical(tmp_path):
     text = runs.write_text(tmp_path)
     recipe = runs.recipe(text, budget={"steps": STEPS})
     context = runs.clean_processes()
-    whole = context.Process(target=go, args=(recipe, tmp_path / "whole", False, False))
+    whole = context.Process(target=go, args=(recipe, tmp_path / "whole", False))
     whole.start()
     whole.join()
     assert whole.exitcode == 0
 
-    out, rng, inside = tmp_path / "killed", random.Random(0), 0
+    out, held, rng = tmp_path / "killed", tmp_path / "held", random.Random(0)
     for kill in range(KILLS):
         resume = (out / "recipe.toml").exists()
-        process = context.Process(target=go, args=(recipe, out, resume, kill % 2 == 1))
+        happened = logged(out, last_checkpoint(out) + rng.randint(1, 7))
+        if kill % 2:
+            held.mkdir()
+            happened = lambda: not held.exists()  # noqa: E731
+        process = context.Process(target=go, args=(recipe, out, resume, held))
         process.start()
-        if kill == 0:
-            time.sleep(rng.uniform(0.5, 1.5))  # perhaps before the first step
-        else:
-            wait_for_step(out, process, last_checkpoint(out) + rng.randint(1, 7))
-            time.sleep(rng.uniform(0, 0.02))
-        assert process.exitcode is None, "it ended before it could be killed"
+        while kill and not happened():
+            assert process.exitcode is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        # The first perhaps before its first step.
+        time.sleep(rng.uniform(0, 0.02) if kill else rng.uniform(0.5, 1.5))
         process.kill()
         process.join()
-        inside += any((out / "checkpoints").glob(".step-*"))
-    process = context.Process(target=go, args=(recipe, out, True, False))
+    process = context.Process(target=go, args=(recipe, out, True))
     process.start()
     process.join()
     assert process.exitcode == 0
-    assert inside > 0, "no kill fell into the middle of a checkpoint"
     assert runs.curve(out) == runs.curve(tmp_path / "whole")
     for kind, keys in {"validation": ("losses",), "telemetry": ("state_norms",)}.items():
         assert runs.lines(out, kind, *keys) == runs.lines(tmp_path / "whole", kind, *keys)

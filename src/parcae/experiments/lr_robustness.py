@@ -124,8 +124,13 @@ class LrRobustness(Experiment):
                     for colour, lr in zip(plotting.shades(len(rates)), rates, strict=True):
                         for number, row in enumerate(results.where(model=model, lr=lr)):
                             label = f"{lr:g}" if number == 0 else None
+                            failed = not converged(row, results)
                             panel.plot(
-                                *series(row, kind, column), color=colour, lw=1.2, label=label
+                                *series(row, kind, column),
+                                color=plotting.RED if failed else colour,
+                                ls="--" if failed else "-",
+                                lw=1.2,
+                                label=label,
                             )
                     if not across:
                         panel.set_ylabel(ylabel)
@@ -134,7 +139,20 @@ class LrRobustness(Experiment):
                     if column == "spectral_radius":
                         panel.axhline(1, color=plotting.LIGHT_GREY, lw=1)
                         panel.set_xlabel("step")
-                grid[0][across].set_title(model)
+                failures = [
+                    row for row in results.where(model=model) if not converged(row, results)
+                ]
+                grid[0][across].set_title(f"{model}: {len(failures) or 'none'} failed")
+                if failures:
+                    steps, losses = series(failures[-1], "training", "loss")
+                    note = {"color": plotting.RED, "ha": "right", "va": "bottom", "fontsize": 8.5}
+                    grid[0][across].annotate(
+                        "failed",
+                        (steps[-1], losses[-1]),
+                        (0, 3),
+                        textcoords="offset points",
+                        **note,
+                    )
             grid[0][0].legend(title="learning rate", fontsize=7.5, title_fontsize=8)
             return plotting.save(canvas, path)
 

@@ -110,7 +110,8 @@ class TestTime(Experiment):
                     lw=1.2,
                 )
             plotting.loop_ticks(left, TESTED)
-            left.set(title="Loss and exponential fits", xlabel="loops T", ylabel="nats per token")
+            left.set(title="Loss, and fits of the exponential form")
+            left.set(xlabel="loops T", ylabel="nats per token")
             left.legend(fontsize=8.5)
             found = forms(results, None)
             for index, (name, values) in enumerate(
@@ -120,7 +121,8 @@ class TestTime(Experiment):
                     places = np.arange(len(found)) + 0.35 * index
                     right.bar(places, values, 0.33, label=name, color=plotting.colour(index))
             right.set_xticks(range(len(found)), labels=[s.law.name for s in found])
-            right.set(title="Error of the forms", ylabel="mean Huber loss", yscale="log")
+            best = min(found, key=lambda score: score.inside).law.name if found else "no form"
+            right.set(title=f"The {best} form fits best", ylabel="mean Huber loss", yscale="log")
             right.legend(fontsize=8.5)
             return plotting.save(canvas, path)
 
