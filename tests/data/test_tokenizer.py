@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,3 +328,178 @@ def test_the_library_decodes_a_stream(tokenizer: Tokenizer) -> None:
     stream = tokenizers.decoders.DecodeStream(skip_special_tokens=False)
     pieces = [stream.step(tokenizer.backend_tokenizer, token) for token in tokenizer.encode(text)]
     assert "".join(piece or "" for piece in pieces) == text
+
+
+def build(model: Any, **parts: Any) -> tokenizers.Tokenizer:
+    plain = tokenizers.Tokenizer(model)
+    for name, part in parts.items():
+        setattr(plain, name, part)
+    plain.add_special_tokens(["<s>"])
+    return plain
+
+
+def usual_tokenizers() -> dict[str, tokenizers.Tokenizer]:
+    """Of the kinds that published models have."""
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+    split = pre_tokenizers.Split(Regex(r"\s+|\w+"), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = {letter: n for n, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    letters = {letter: n for n, letter in enumerate(" ▁abcdefghijklmnopqrstuvwxyz<")}
+    scores = [("<unk>", 0.0), *((letter, -1.0) for letter in letters)]
+    quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
+    unicode = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    spaces = normalizers.Replace(Regex(" {2,}"), " ")
+    metaspace = pre_tokenizers.Metaspace("▁", "always")
+    bpe = models.BPE(letters, [], unk_token="<")
+    bytes_ = {"decoder": decoders.ByteLevel(), "post_processor": processors.ByteLevel()}
+    return {
+        "Qwen, SmolLM2": build(
+            models.BPE(alphabet, []),
+            normalizer=normalizers.NFC(),
+            pre_tokenizer=pre_tokenizers.Sequence([split, pre_tokenizers.Digits(), level]),
+            **bytes_,
+        ),
+        "RoBERTa": build(
+            models.BPE(alphabet, []), pre_tokenizer=pre_tokenizers.ByteLevel(), **bytes_
+        ),
+        "CLIP": build(
+            models.BPE(letters, [], unk_token="<", end_of_word_suffix="</w>"),
+            normalizer=normalizers.Sequence([normalizers.NFC(), spaces, normalizers.Lowercase()]),
+            pre_tokenizer=pre_tokenizers.Sequence([split, level]),
+            decoder=decoders.BPEDecoder("</w>"),
+        ),
+        "Llama 2": build(
+            bpe,
+            normalizer=normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            ),
+            decoder=decoders.Sequence(
+                [
+                    decoders.Replace("▁", " "),
+                    decoders.ByteFallback(),
+                    decoders.Fuse(),
+                    decoders.Strip(" ", 1, 0),
+                ]
+            ),
+        ),
+        "Gemma": build(
+            bpe,
+            normalizer=normalizers.Replace(" ", "▁"),
+            pre_tokenizer=pre_tokenizers.Split(" ", "merged_with_previous"),
+            decoder=decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()]),
+        ),
+        "BERT": build(
+            models.WordPiece(letters, unk_token="<", continuing_subword_prefix="##"),
+            normalizer=normalizers.BertNormalizer(),
+            pre_tokenizer=pre_tokenizers.BertPreTokenizer(),
+            decoder=decoders.WordPiece(),
+        ),
+        "XLNet": build(
+            models.Unigram(scores, 0),
+            normalizer=normalizers.Sequence([*quotes, *unicode, precompiled(), spaces]),
+            pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), metaspace]),
+            decoder=decoders.Metaspace(),
+        ),
+        "ligatures": build(
+            bpe,
+            normalizer=normalizers.Sequence(
+                [normalizers.Replace(chr(0x1F000 + n), "abc") for n in range(40)]
+            ),
+        ),
+    }
+
+
+def precompiled() -> Any:
+    """SentencePiece's table of replacements: an index without entries, and two texts."""
+    index = struct.pack("<256I", *(256 * [0]))
+    table = struct.pack("<I", len(index)) + index + b"\xef\xb7\xba\0" + 18 * "ش".encode() + b"\0"
+    return tokenizers.normalizers.Precompiled(table)
+
+
+@pytest.mark.parametrize("name", usual_tokenizers())
+def test_usual_tokenizers_are_not_taken_for_bombs(name: str, tmp_path: Path) -> None:
+    plain = usual_tokenizers()[name]
+    path = tmp_path / "tokenizer.json"
+    plain.save(str(path))
+    text = "some words and   ﷺ numbers éè 12\n" * (2000 if name == "XLNet" else 10)
+    loaded = Tokenizer.load(path)
+    assert loaded.encode(text) == plain.encode(text, add_special_tokens=False).ids
+    ids = loaded.encode("some words")
+    assert loaded.decode(ids) == plain.decode(ids, skip_special_tokens=False)
+
+
+def bombs() -> dict[str, dict[str, Any]]:
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
+    doubled = 40 * [normalizers.Replace("a", "aa")]
+    levels = 40 * [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    return {
+        "normalizer": {"normalizer": normalizers.Sequence(doubled)},  # type: ignore[arg-type]
+        "nested": {"normalizer": normalizers.Sequence([normalizers.Sequence(doubled)])},  # type: ignore[list-item, arg-type]
+        "long": {"normalizer": normalizers.Replace("a", "a" * 1_000_000)},
+        "in turn": {
+            "normalizer": normalizers.Sequence(
+                20 * [normalizers.Replace("a", "bb"), normalizers.Replace("b", "aa")]
+            )
+        },
+        "empty": {"normalizer": normalizers.Sequence(20 * [normalizers.Replace(Regex(""), "a")])},
+        "prepend": {"normalizer": normalizers.Prepend("a" * 1_000_000)},
+        "compatible": {
+            "normalizer": normalizers.Sequence(
+                20 * [normalizers.NFKC(), normalizers.Replace("ل", "ﷺ")]
+            )
+        },
+        "pre_tokenizer": {"pre_tokenizer": pre_tokenizers.Sequence(levels)},  # type: ignore[arg-type]
+        "one token": {"decoder": decoders.Sequence(40 * [decoders.Replace("a", "aa")])},
+        "between": {"decoder": decoders.Sequence(40 * [decoders.BPEDecoder("")])},
+    }
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_a_tokenizer_that_multiplies_texts_is_refused(name: str, tmp_path: Path) -> None:
+    letters = {letter: n for n, letter in enumerate("abc")}
+    plain = build(tokenizers.models.BPE(letters, []), **bombs()[name])
+    plain.save(str(tmp_path / "t.json"))
+    kind = "one token may be" if "decoder" in bombs()[name] else "may lengthen a text"
+    with pytest.raises(FileError, match=rf"t\.json: not a valid tokenizer\.json \(.*{kind}"):
+        Tokenizer.load(tmp_path / "t.json")
+
+
+def test_a_text_that_grows_much_is_refused(tmp_path: Path) -> None:
+    """A factor that one text may have, but not all of a file."""
+    letters = {letter: n for n, letter in enumerate("ab")}
+    normalizer = tokenizers.normalizers.Replace("b", "a" * 5000)
+    plain = build(tokenizers.models.BPE(letters, []), normalizer=normalizer)
+    plain.save(str(tmp_path / "t.json"))
+    loaded = Tokenizer.load(tmp_path / "t.json")
+    assert len(loaded.encode("a" * 100_000 + "b")) == 105_000
+    with pytest.raises(FileError, match="makes the text more than 16 times longer"):
+        loaded.encode("b" * 100_000)
+
+
+@pytest.mark.parametrize("part", ["decoder", "pre_tokenizer", "model"])
+def test_a_panic_of_the_library_is_one_line(
+    tokenizer: Tokenizer, part: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tree = json.loads(tokenizer.content)
+    broken = {
+        "decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 9},
+        "pre_tokenizer": {"type": "FixedLength", "length": 0},
+        "model": {**tree["model"], "continuing_subword_prefix": 12 * "x"},
+    }
+    (tmp_path / "t.json").write_text(json.dumps({**tree, part: broken[part]}))
+    with pytest.raises(FileError, match=r"t\.json: not a valid tokenizer\.json \(.*\)\. Use"):
+        Tokenizer.load(tmp_path / "t.json")
+    assert capfd.readouterr().err == ""
+
+
+def test_dropout_is_switched_off(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tree = json.loads(tokenizer.content)
+    tree["model"]["dropout"] = 0.9
+    (tmp_path / "t.json").write_text(json.dumps(tree))
+    with pytest.warns(UserWarning, match=r"t: encodings with a BPE dropout of 0\.9 are random; it"):
+        loaded = Tokenizer.load(tmp_path / "t.json")
+    text = "some words that were merged " * 20
+    assert loaded.encode(text) == tokenizer.encode(text)
+    assert loaded.sha256 == tokenizer.sha256

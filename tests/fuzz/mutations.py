@@ -118,6 +118,60 @@ def json_file(content: bytes, rng: random.Random) -> bytes:
     return json.dumps(change_tree(json.loads(content), rng)).encode()
 
 
+SHORT = ("", "a", "aa", " ", "▁", "é", "中", "ﷺ", "s" * 30)
+PATTERNS = (*({"String": text} for text in SHORT), {"Regex": "a*"}, {"Regex": "."}, {"Regex": "^"})
+YES_OR_NO = (True, False)
+BYTE_LEVEL = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), YES_OR_NO)
+BERT = ("clean_text", "handle_chinese_chars", "strip_accents", "lowercase")
+STEPS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
+    "normalizer": ("normalizers", {
+        "Replace": {"pattern": PATTERNS, "content": SHORT},
+        "Prepend": {"prepend": SHORT},
+        "BertNormalizer": dict.fromkeys(BERT, YES_OR_NO),
+        "NFKC": {}, "NFD": {}, "Lowercase": {}, "ByteLevel": {},
+        "Strip": {"strip_left": YES_OR_NO, "strip_right": YES_OR_NO},
+        "Precompiled": {"precompiled_charsmap": ("", "BAAAAAAAAABhAA==")},
+    }),
+    "pre_tokenizer": ("pretokenizers", {
+        "ByteLevel": BYTE_LEVEL,
+        "Metaspace": {"replacement": ("a", "▁"), "prepend_scheme": ("always", "first"),
+                      "split": YES_OR_NO},
+        "Split": {"pattern": PATTERNS, "behavior": ("Removed", "Isolated"),
+                  "invert": YES_OR_NO},
+        "FixedLength": {"length": (0, 1, 3)},
+        "Punctuation": {"behavior": ("Isolated", "Contiguous")},
+    }),
+    "decoder": ("decoders", {
+        "Replace": {"pattern": PATTERNS, "content": SHORT},
+        "BPEDecoder": {"suffix": SHORT},
+        "CTC": {"pad_token": SHORT, "word_delimiter_token": SHORT, "cleanup": YES_OR_NO},
+        "Strip": {"content": ("a", " "), "start": (0, 1, 9), "stop": (0, 1, 9)},
+        "WordPiece": {"prefix": SHORT, "cleanup": YES_OR_NO},
+        "ByteLevel": BYTE_LEVEL,
+        "Fuse": {}, "ByteFallback": {},
+    }),
+}  # fmt: skip
+"""By part of a tokenizer: what a sequence of its steps is called, and the settings of each kind."""
+
+
+def tokenizer_file(content: bytes, rng: random.Random) -> bytes:
+    """A tokenizer.json, half of the time with chains of steps that may lengthen a text."""
+    if rng.random() < 0.5:
+        return json_file(content, rng)
+    tree = json.loads(content)
+    for part in rng.sample(list(STEPS), rng.randint(1, 3)):
+        plural, kinds = STEPS[part]
+        steps = []
+        for kind in rng.choices(list(kinds), k=rng.randint(1, 3)):
+            step = {name: rng.choice(values) for name, values in kinds[kind].items()}
+            steps += rng.choice((1, 1, 1, 2, 40)) * [{"type": kind, **step}]
+        tree[part] = {"type": "Sequence", plural: steps}
+    if rng.random() < 0.2:
+        name = rng.choice(("continuing_subword_prefix", "end_of_word_suffix", "unk_token"))
+        tree["model"][name] = rng.choice(SHORT)
+    return json.dumps(tree).encode()
+
+
 def json_lines(content: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.25:
         return flip_bytes(content, rng)

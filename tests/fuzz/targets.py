@@ -281,8 +281,12 @@ def read_results(folder: Path) -> None:
 
 def read_tokenizer(folder: Path) -> None:
     loaded = Tokenizer.load(folder)
+    loaded.encode("aé ﷺ中" * 200)
     ids = loaded.encode("some words, and 12 numbers \n\n éè")
     loaded.decode(ids)
+    step = loaded.decode_stream()
+    for number in ids:
+        step(number)
     _ = loaded.sha256, loaded.bos, loaded.token_bytes, loaded.token_dtype
 
 
@@ -596,7 +600,7 @@ TARGETS = (
            {"shards/progress.json": change.sealed_file}, 0.5, writes=True),
     Target("manifest", write_shards, read_manifest, {"manifest.json": change.sealed_file}, 3),
     Target("shard", write_shards, read_shard, {"shard": change.flip_bytes}, 1),
-    Target("tokenizer", write_model, read_tokenizer, {"tokenizer.json": change.json_file}, 2),
+    Target("tokenizer", write_model, read_tokenizer, {"tokenizer.json": change.tokenizer_file}, 2),
     Target("tokenizer in two files", write_two_files, read_tokenizer,
            {"vocab.json": change.json_file, "merges.txt": change.flip_bytes}, 1),
     Target("config", write_model, load, {"config.json": change.json_file}, 3),

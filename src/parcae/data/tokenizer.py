@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import sys
+import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +37,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from parcae.config import MAX_VOCABULARY, ConfigError, require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
+from parcae.data.tokenizer_growth import check_growth, check_texts
 from parcae.files import FileError, atomic_path, read_json, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
@@ -46,6 +51,7 @@ LINE_BREAK = r"\s*[\r\n]+"
 SPACE_BEFORE_WORD = r"\s+(?!\S)"
 SPLIT = "|".join((CONTRACTION, WORD, NUMBER, PUNCTUATION, LINE_BREAK, SPACE_BEFORE_WORD, r"\s+"))
 
+SHORT_TEXT = "a  B é, aaﷺ12 漢字\n\n bﷺ中aé"
 USUAL_PIECE = 16_384
 LONGEST_PIECE = 131_072
 BATCH_CHARACTERS = 1 << 20
@@ -78,10 +84,12 @@ class Tokenizer:
 
     def __init__(self, content: str, name: str = "tokenizer") -> None:
         self.name = name
-        self.content = content
+        self.content = content = _without_dropout(content, name)
         self._plain = _whole_texts(content)
         self._plain.encode_special_tokens = True  # specials in text are encoded as text
         self._special = _whole_texts(content)
+        self._growth = check_growth(self._plain)
+        _try(self._plain)
         self._cuts_safely = _cuts_safely(json.loads(content))
         if not self._plain.get_vocab_size(with_added_tokens=True):
             raise ValueError("the vocabulary is empty")
@@ -155,8 +163,7 @@ class Tokenizer:
                     with _no_panic():
                         return cls(content, path.name)
                 except Exception as error:  # tokenizers raises bare Exception
-                    reason = str(error)[:300]
-                    raise FileError(f"{path}: not a valid vocabulary ({reason}).") from None
+                    raise FileError(f"{path}: not a valid vocabulary ({_reason(error)}).") from None
         path = path / TOKENIZER_FILE if is_folder else path
         try:
             with reading(path), _no_panic():
@@ -168,9 +175,8 @@ class Tokenizer:
                 f"{path}: no such tokenizer. Create one with `parcae tokenizer train`."
             ) from None
         except Exception as error:  # tokenizers raises bare Exception
-            reason = str(error)[:300]
             raise FileError(
-                f"{path}: not a valid tokenizer.json ({reason}). Is it truncated?"
+                f"{path}: not a valid tokenizer.json ({_reason(error)}). Use another one."
             ) from None
 
     def save(self, path: str | Path) -> None:
@@ -246,22 +252,41 @@ class Tokenizer:
     def _encode_batch(self, encoder: tokenizers.Tokenizer, pieces: list[str]) -> list[Any]:
         try:
             with _no_panic():
+                check_texts(encoder, self._growth, pieces)
                 return encoder.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # a pattern in the file that never ends on some texts
             raise FileError(
-                f"{self.name}: the tokenizer cannot encode this text ({str(error)[:300]}). "
+                f"{self.name}: the tokenizer cannot encode this text ({_reason(error)}). "
                 "Use another tokenizer."
             ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids. Special tokens are written by name; invalid UTF-8 becomes U+FFFD."""
-        return self._plain.decode([int(number) for number in ids], skip_special_tokens=False)
+        numbers = [int(number) for number in ids]
+        with self._decoding():
+            return self._plain.decode(numbers, skip_special_tokens=False)
 
     def decode_stream(self) -> Callable[[int], str]:
         """A function that takes ids one at a time and returns the text each adds, in whole
         characters, for any kind of tokenizer."""
         stream = decoders.DecodeStream(skip_special_tokens=False)
-        return lambda number: stream.step(self._plain, number) or ""
+
+        def step(number: int) -> str:
+            with self._decoding():
+                return stream.step(self._plain, number) or ""
+
+        return step
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        try:
+            with _no_panic():
+                yield
+        except Exception as error:  # tokenizers raises bare Exception
+            raise FileError(
+                f"{self.name}: the tokenizer cannot decode these tokens ({_reason(error)}). "
+                "Use another tokenizer."
+            ) from None
 
     def bytes_per_token(self) -> np.ndarray:
         """Bytes of text per id, 0 for special tokens: int32, indexed by id."""
@@ -303,6 +328,28 @@ def _no_panic() -> Iterator[None]:
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(str(error)) from None
+
+
+_SILENT = threading.Lock()
+
+
+@contextmanager
+def _no_printed_panic() -> Iterator[None]:
+    """As `_no_panic`, without the lines that the library prints: they go around Python. So does
+    what other threads print meanwhile; only for short calls."""
+    if sys.__stderr__ is None:  # there is no standard error; its number may be any file's
+        with _no_panic():
+            yield
+        return
+    with _SILENT, open(os.devnull, "wb") as nowhere:
+        original = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            with _no_panic():
+                yield
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
 
 
 def safe_pieces(text: str, usual: int = USUAL_PIECE, longest: int = LONGEST_PIECE) -> Iterator[str]:
@@ -374,11 +421,38 @@ def _pre_tokenizer() -> pre_tokenizers.Sequence:
 
 
 def _whole_texts(content: str) -> tokenizers.Tokenizer:
-    """A tokenizer without the truncation and padding that a file may ask for."""
-    tokenizer = tokenizers.Tokenizer.from_str(content)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    """A tokenizer without the truncation, padding and templates that a file may ask for."""
+    with _no_printed_panic():
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.post_processor = None  # type: ignore[assignment]
     return tokenizer
+
+
+def _try(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raise ValueError if it panics on a short text."""
+    with _no_printed_panic(), suppress(Exception):  # an error may depend on the text
+        ids = tokenizer.encode(SHORT_TEXT, add_special_tokens=False).ids
+        for some in (ids, ids[:1], []):
+            tokenizer.decode(some, skip_special_tokens=False)
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _without_dropout(content: str, name: str) -> str:
+    """The content, with the dropout of BPE, which makes encodings random, switched off."""
+    tree = json.loads(content)
+    model = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(model, dict) or not model.get("dropout"):
+        return content
+    warnings.warn(
+        f"{name}: encodings with a BPE dropout of {model['dropout']} are random; it is turned off",
+        stacklevel=2,
+    )
+    return json.dumps({**tree, "model": {**model, "dropout": None}}, ensure_ascii=False)
 
 
 def _cuts_safely(tree: dict[str, Any]) -> bool:
@@ -401,14 +475,14 @@ def _read_gpt2_layout(folder: Path) -> str:
     ):
         raise FileError(f"{vocabulary}: ids must be from 0 to {MAX_VOCABULARY - 1:,}.")
     try:
-        with _no_panic():
+        with _no_printed_panic():
             tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
             tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
             tokenizer.add_special_tokens(["<|endoftext|>"])
             return tokenizer.to_str()
     except Exception as error:  # tokenizers raises bare Exception
-        reason = str(error)[:300]
         raise FileError(
-            f"{folder}: vocab.json and merges.txt do not match ({reason}). Download both again."
+            f"{folder}: vocab.json and merges.txt do not match ({_reason(error)}). "
+            "Download both again."
         ) from None
