@@ -14,6 +14,7 @@ from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.experiments import reproduce as module
 from parcae.experiments.experiment import FORMAT, Experiment, Run, loss_at, training_record
+from parcae.experiments.page import judge
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
 from parcae.experiments.tasks import train_task
@@ -25,7 +26,7 @@ from parcae.training.settings import recipe_from_file, recipe_from_tree
 class Loops(Experiment):
     """Two kinds of runs of a task, with one and with four loops."""
 
-    name, title, in_paper, paper, core_hours = "loops", "Loops", "nowhere", "Nothing.", 0.1
+    name, title, in_paper, paper = "loops", "Loops", "nowhere", "Nothing."
     loops = (1, 4)
 
     def runs(self, scale):
@@ -45,7 +46,7 @@ class Loops(Experiment):
 
 
 class MoreLoops(Loops):
-    name, title, core_hours, loops = "more-loops", "More loops", 0, (4, 8)
+    name, title, loops = "more-loops", "More loops", (4, 8)
 
 
 @pytest.fixture
@@ -74,13 +75,15 @@ def reproduce(names, out, **options):
 def test_runs_are_shared_and_a_setting_reruns_only_what_it_changes(trained, tmp_path):
     first = reproduce("loops", tmp_path)
     assert len(trained) == 2
-    assert [row["verdict"] for row in first.table()] != ["not run yet"]
+    assert [row["verdict"] for row in first.table()] == ["toy scale: no verdict"]
     reproduce(["loops", "more-loops"], tmp_path)
     assert len(trained) == 3  # four loops are there already
     reproduce("all", tmp_path)
     assert len(trained) == 3
-    reproduce("all", tmp_path, overrides={"model": {"loop": {"mean_loops": 2}}})
-    assert len(trained) == 3  # every experiment sets this itself
+    with pytest.raises(
+        ConfigError, match=r"loops: model\.loop\.mean_loops: the experiment sets it"
+    ):
+        reproduce("all", tmp_path, overrides={"model": {"loop": {"mean_loops": 2}}})
     reproduce("loops", tmp_path, overrides={"optimiser": {"lr": 1e-3}})
     assert len(trained) == 5
     assert len(set(trained)) == 5
@@ -115,7 +118,7 @@ def test_redrawing_needs_only_the_results(trained, tmp_path):
     assert "| [loops](#loops) | More loops are better |" in text
     assert "![Loops](page/loops.png)" in text
     assert "**1 of 2 experiments have runs (1 complete).**" in text
-    assert "## More loops\n\n`more-loops`, nowhere. Not run yet; its runs are shared" in text
+    assert "`more-loops`, nowhere. Not run yet; `parcae reproduce more-loops --dry-run`" in text
     assert (tmp_path / "docs" / "page" / "loops.png").exists()
 
 
@@ -159,6 +162,56 @@ def test_results_have_a_line_per_run_and_their_cost(trained, tmp_path):
     assert tree["planned"] == 2
     assert {row["loops"] for row in tree["runs"]} == {1, 4}
     assert all(row["core_minutes"] > 0 and row["losses"]["4"] > 0 for row in tree["runs"][1:])
+
+
+@pytest.mark.slow
+def test_selected_runs_leave_the_claims_incomplete(trained, tmp_path):
+    select = {"loops": 4}
+    assert [row["runs"] for row in module.costs("all", scale="toy", select=select)] == [3, 0]
+    partial = reproduce("loops", tmp_path, select=select)
+    assert len(trained) == 1
+    assert partial.results["loops"].values("loops") == [4]
+    verdicts = [
+        judge(module.CATALOGUE["loops"], partial.results["loops"], scale)[0].verdict
+        for scale in ("micro", "toy")
+    ]
+    assert verdicts == ["incomplete", "toy scale: no verdict"]
+    whole = reproduce("loops", tmp_path)
+    assert len(trained) == 2
+    assert (
+        judge(module.CATALOGUE["loops"], whole.results["loops"], "micro")[0].verdict != "incomplete"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("lr-robustness", {"budget": {"steps": 60}}),
+        ("lr-robustness", {"optimiser": {"lr": 1e-3}}),
+        ("isoflop", {"budget": {"max_minutes": 1}}),
+        ("reasoning", {"run": {"seed": 3}}),
+    ],
+)
+def test_what_an_experiment_sets_itself_cannot_be_changed(name, changes):
+    with pytest.raises(ConfigError, match=f"{name}: .*: the experiment sets it itself"):
+        module.costs(name, overrides=changes)
+
+
+def test_costs_follow_the_scale_and_the_settings():
+    (micro,) = module.costs("rdm-comparison")
+    (shorter,) = module.costs("rdm-comparison", overrides={"budget": {"steps": 500}})
+    assert micro["flops"] == 2 * shorter["flops"]
+    assert micro["core_hours"] > micro["gpu_hours"] == 0
+    (paper,) = module.costs("rdm-comparison", scale="paper")
+    assert paper["gpu_hours"] > paper["core_hours"] == 0
+    rows = {row["experiment"]: row for row in module.costs()}
+    assert rows["per-sequence"]["runs"] == 0  # shared with the ablation ladder
+
+
+def test_tasks_keep_their_source_where_texts_are_replaced():
+    scale = Scale("micro", overrides={"data": {"sources": ["builtin"]}})
+    assert scale.task("pointers")["data"]["sources"] == ["task:pointers"]
+    assert scale.text()["data"]["sources"] == ["builtin"]
 
 
 def test_the_key_follows_what_is_learned():
@@ -225,6 +278,7 @@ def test_records_of_a_run(tmp_path):
         (["lops"], "lops: no such experiment."),
         (["reasoning", "--scale", "huge"], "'huge' is not an option."),
         (["reasoning", "--model.widht", "3"], "Did you mean width"),
+        (["lr-robustness", "--select", "lr=0.5"], "no run with lr=0.5. It has: model=Parcae, lr="),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys):
@@ -255,6 +309,9 @@ def test_an_experiment_on_texts_alone_needs_them(tmp_path, monkeypatch, capsys):
 def test_the_list(capsys):
     assert main(["reproduce", "list"]) == 0
     assert "reasoning" in capsys.readouterr().out
+    dry_run = ["reproduce", "lr-robustness", "--select", "lr=0.064", "--seeds", "1", "--dry-run"]
+    assert main([*dry_run, "--texts", "builtin"]) == 0
+    assert "4.03e12" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def test_the_rdm_setup_of_the_paper(family, size, lr):
         *((f"parcae-rdm-{size}", f"rdm-{size}") for size in ("100m", "350m")),
         ("parcae-rdm-100m", "rdm-prenorm-100m"),
         ("parcae-rdm-1m", "rdm-prenorm-1m"),
+        ("high-rate-parcae", "high-rate-rdm"),
     ],
 )
 def test_a_pair_differs_in_the_model_only(one, other):

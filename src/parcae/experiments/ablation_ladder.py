@@ -37,7 +37,6 @@ class AblationLadder(Experiment):
         "Loss at T = 1, 4, 8: the RDM diverges; + constrained A 8.99, 3.15, 2.97; + per-sequence "
         "sampling 3.38, 3.01, 2.98; + prelude norm 3.28, 2.97, 2.95."
     )
-    core_hours = 0.4
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (step, model) in itertools.product(scale.seeds, STEPS.items()):

@@ -40,7 +40,6 @@ class ChooseMu(Experiment):
         "2.456, 2.457, 2.458, 2.458. With mu_rec = 20 and mu_bwd = 4, 6, 8, 10, 12: 2.500, 2.490, "
         "2.480, 2.479, 2.474. Both with the old sampler."
     )
-    core_hours = 0.6
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         grid = LARGE if scale.name == "paper" else SMALL

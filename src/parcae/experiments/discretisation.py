@@ -26,7 +26,6 @@ class Discretisation(Experiment):
         "The paper uses Euler's rule. A run elsewhere reports 2.929 with Euler's rule and 2.914 "
         "with the exact hold at 140M, and 2.640 and 2.639 at 370M."
     )
-    core_hours = 0.3
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         seeds = range(scale.seed_count + MORE_SEEDS)

@@ -161,8 +161,6 @@ class Experiment(ABC):
     """Where the paper has it, or "beyond the paper"."""
     paper: ClassVar[str]
     """The paper's numbers, in Markdown."""
-    core_hours: ClassVar[float]
-    """Estimated cost at micro scale, of runs that no other experiment shares."""
 
     @abstractmethod
     def runs(self, scale: Scale) -> Iterator[Run]:

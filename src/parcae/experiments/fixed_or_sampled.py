@@ -26,7 +26,6 @@ class FixedOrSampled(Experiment):
         "Not in the paper. Elsewhere: fixed 8 loops gave perplexity 57.9 at T = 8 and 170.7 at 16; "
         "sampled depths 59.5 at 12 and 61.7 at 64."
     )
-    core_hours = 0.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (name, sampler) in itertools.product(scale.seeds, TRAINING.items()):

@@ -69,7 +69,6 @@ class IsoFlop(Experiment):
         "mu = 1: mu* = 2, 2, 4, 6, 8, 10 at 1, 2, 4, 8, 16, 64e18 FLOPs. mu* grows as C^0.40, "
         "tokens as C^0.78; the frontier lies below that of fixed depth."
     )
-    core_hours = 5.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, shape in itertools.product(scale.seeds, SHAPES[scale.name]):

@@ -47,7 +47,6 @@ class LrRobustness(Experiment):
         "residual-norm RDM at the first two, Parcae at all five. Divergent runs learn a spectral "
         "radius of at least 1, convergent ones stay below."
     )
-    core_hours = 1.1
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         budget = SHORT.get(scale.name, {})

@@ -26,7 +26,6 @@ class LrSweep(Experiment):
     title = "Learning rates of the Transformer"
     in_paper = "the appendix on hyperparameters"
     paper = "The sweep chose 8e-3 for AdamW and for Muon at 140M and 370M, 6e-3 at 770M and 1.3B."
-    core_hours = 0.15
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         budget = SHORT.get(scale.name, {})

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from parcae.config import ConfigError
 from parcae.experiments.experiment import Experiment, Results
-from parcae.experiments.verdicts import NOT_RUN, Claim
+from parcae.experiments.verdicts import INCOMPLETE, NOT_RUN, TOY, Claim
 from parcae.files import interpreting, write_text
 from parcae.tables import markdown_table
 
@@ -25,15 +26,17 @@ and a few beyond it, with the rule that decides each and the results so far at s
   *Shown weakly*: every seed agrees, but the interval includes zero. *Contradicted*: the whole
   interval disagrees. *Not shown at this scale*: otherwise. Claims about a number of cases are
   *shown* if all agree, *shown weakly* from three quarters on, and *contradicted* up to one quarter.
-  A single case or seed shows a claim weakly at best. The intervals are not corrected for the
-  number of claims: of forty without an effect, one or two would look shown or contradicted.
+  A single case or seed shows a claim weakly at best. *Incomplete*: not all runs of the experiment
+  exist. The intervals are not corrected for the number of claims: of forty without an effect, one
+  or two would look shown or contradicted.
 - **Intervals** (±) are Student's, over seeds, from three seeds on; below that the values of all
   seeds are listed. Models that are compared are paired by seed: they are trained on the same
   batches, and at the same depths where these are sampled in the same way.
 - **Symbols.** T: loops at test time. mu or mu_rec: mean loops in training. mu_bwd: loops with
   gradient. ρ: spectral radius of A. RDM: recurrent depth model, whose A is not constrained.
   WikiText: perplexity per word.
-- **Data.** {data} `--data.sources '["FILE"]'` trains on other text.
+- **Data.** {data} `--texts builtin` trains
+  on the source code of Python's standard library instead, `--data.sources '["FILE"]'` on any text.
 
 `parcae reproduce all` trains what is missing and writes this page;
 `parcae reproduce all --redraw --results results --page docs/reproduction.md` writes it from the
@@ -70,7 +73,9 @@ def write_page(
 
     `notes`: Markdown between the table of claims and the experiments.
     """
-    claims = {name: _claims(experiment, found.get(name)) for name, experiment in catalogue.items()}
+    claims = {
+        name: judge(experiment, found.get(name), scale) for name, experiment in catalogue.items()
+    }
     introduction = INTRODUCTION.format(
         runs=_count(catalogue, found), scale=SCALES[scale], data=DATA[scale]
     )
@@ -86,7 +91,7 @@ def write_page(
         else:
             parts.append(
                 f"## {experiment.title}\n\n`{name}`, {experiment.in_paper}. Not run yet; "
-                f"{_cost(experiment)}.\n\n{experiment.paper}\n"
+                f"`parcae reproduce {name} --dry-run` prints its cost.\n\n{experiment.paper}\n"
             )
     write_text(page, "\n".join(parts))
     return page
@@ -105,18 +110,16 @@ def _count(catalogue: Mapping[str, Experiment], found: Mapping[str, Results]) ->
     return f"**{len(started)} of {len(catalogue)} experiments have runs ({complete} complete).**"
 
 
-def _cost(experiment: Experiment) -> str:
-    if experiment.core_hours == 0:
-        return "its runs are shared with other experiments"
-    return f"estimated at {experiment.core_hours:g} core-hours"
-
-
-def _claims(experiment: Experiment, results: Results | None) -> list[Claim]:
+def judge(experiment: Experiment, results: Results | None, scale: str) -> list[Claim]:
+    """The claims with their verdicts, if all runs exist; the toy scale decides nothing."""
     with _taking_apart(experiment):
         claims = experiment.claims(results or Results((), 0))
-    if results is not None and results.rows:
-        return claims
-    return [Claim(claim.statement, NOT_RUN) for claim in claims]
+    if results is None or not results.rows:
+        return [Claim(claim.statement, NOT_RUN) for claim in claims]
+    if scale == "toy" or len(results.rows) < results.planned:
+        verdict = TOY if scale == "toy" else INCOMPLETE
+        return [replace(claim, verdict=verdict) for claim in claims]
+    return claims
 
 
 def _summary(
@@ -129,12 +132,9 @@ def _summary(
     for name, experiment in catalogue.items():
         results = found.get(name)
         runs = "–" if results is None else f"{len(results.rows)} of {results.planned}"
-        partial = results is not None and len(results.rows) < results.planned
         for index, claim in enumerate(claims[name]):
             link = f"[{name}](#{_anchor(experiment.title)})" if index == 0 else ""
-            so_far = " so far" if partial and claim.verdict != NOT_RUN else ""
-            verdict = f"*{claim.verdict}*{so_far}"
-            rows.append((link, claim.statement, verdict, runs if index == 0 else ""))
+            rows.append((link, claim.statement, f"*{claim.verdict}*", "" if index else runs))
     minutes = sum(results.core_minutes for results in _once(found))
     lines = [("experiment", "claim", "verdict", "runs"), ("---",) * 4, *rows]
     return (

@@ -34,7 +34,6 @@ class PerSequence(Experiment):
         "and 70.5, 17.2, 14.1, 13.6 (100M); 167.6, 12.8, 10.4, 10.2 and 17.9, 10.5, 10.1, 10.1 "
         "(350M). No loss spikes, smaller residuals; training takes 1.8 % longer."
     )
-    core_hours = 0.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         if scale.name == "paper":

@@ -40,7 +40,6 @@ class PreludeNorm(Experiment):
         "states stays small; the first loop injects the growth. With the norm the state stays "
         "smaller and the loss is lower at 140M and 370M."
     )
-    core_hours = 0.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (draw, model) in itertools.product(scale.seeds, NORMS.items()):

@@ -42,7 +42,6 @@ class RdmComparison(Experiment):
         "10.76 and 10.09 (350M): 0.046 and 0.064 nats lower. WikiText 63.27 and 60.33, 41.31 and "
         "37.53. Average of the zero-shot tasks 45.03 and 46.83, 49.45 and 50.12."
     )
-    core_hours = 0.4
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, size in itertools.product(scale.seeds, scale.rdm_sizes):

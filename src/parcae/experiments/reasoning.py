@@ -54,7 +54,6 @@ class Reasoning(Experiment):
         "The paper has no such task. Elsewhere, on modular arithmetic at equal parameters: "
         "2 layers 22 %, the same looped 6 times 98 %, 12 layers 94 %."
     )
-    core_hours = 1.2
     tasks: ClassVar[Sequence[str]] = (FIRST,)
 
     def runs(self, scale: Scale) -> Iterator[Run]:
@@ -124,7 +123,6 @@ class Reasoning(Experiment):
 class HarderReasoning(Reasoning):
     name = "reasoning-harder"
     title = "More hops, new hops, arithmetic"
-    core_hours = 1.8
     tasks = HARDER
 
     def plan(self, scale: Scale) -> Iterator[tuple[str, int, str]]:

@@ -37,7 +37,6 @@ class ReleaseSampler(Experiment):
         "sequence. Its released code draws n loops per micro-batch and adds the loops with "
         "gradient to them; per sequence they are part of the n."
     )
-    core_hours = 1.5
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         plan = itertools.product(scale.seeds, SETUPS, MEANS, DRAWS.items())

@@ -10,6 +10,7 @@ from typing import Any
 
 from parcae import console
 from parcae.config import ConfigError
+from parcae.data.sources import BUILTIN
 from parcae.experiments.ablation_ladder import AblationLadder
 from parcae.experiments.choose_mu import ChooseMu
 from parcae.experiments.discretisation import Discretisation
@@ -18,7 +19,7 @@ from parcae.experiments.fixed_or_sampled import FixedOrSampled
 from parcae.experiments.isoflop import IsoFlop
 from parcae.experiments.lr_robustness import LrRobustness
 from parcae.experiments.lr_sweep import LrSweep
-from parcae.experiments.page import write_page
+from parcae.experiments.page import judge, write_page
 from parcae.experiments.per_sequence import PerSequence
 from parcae.experiments.prelude_norm import PreludeNorm
 from parcae.experiments.rdm_comparison import RdmComparison
@@ -34,9 +35,11 @@ from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
 from parcae.experiments.walks import Ladder, OneStepPerLoop
 from parcae.files import FileError, interpreting, read_json, reading, write_text
-from parcae.recipe import build
+from parcae.recipe import build, merge
 from parcae.schema import suggest
 from parcae.sweeps.slurm import SlurmConfig, check_slurm
+from parcae.training.plan import DEFAULT_GPU, PEAK_FLOPS, UTILISATION
+from parcae.training.schedule import flops_per_step, total_steps
 
 CATALOGUE: dict[str, Experiment] = {
     experiment.name: experiment
@@ -65,6 +68,8 @@ CATALOGUE: dict[str, Experiment] = {
     )
 }
 """All experiments by name; `all` trains in this order."""
+CORE_FLOPS = 2.4e10
+"""FLOP/s of one core on models of micro scale: the mean over the committed results."""
 NOTES = "notes.md"
 """In the folder of results: what is written by hand, for the page."""
 
@@ -73,6 +78,7 @@ NOTES = "notes.md"
 class Reproduction:
     """What is known of each experiment: its measured runs, by its name."""
 
+    scale: ScaleName
     results: Mapping[str, Results]
     page: Path
     interrupted: bool = False
@@ -93,7 +99,7 @@ class Reproduction:
                 "core_minutes": results.core_minutes,
             }
             for name, results in self.results.items()
-            for claim in CATALOGUE[name].claims(results)
+            for claim in judge(CATALOGUE[name], results, self.scale)
         ]
 
 
@@ -107,6 +113,7 @@ def reproduce(
     results: str | Path | None = None,
     page: str | Path | None = None,
     texts: str | Path | None = None,
+    select: Mapping[str, Any] | None = None,
     workers: int = 1,
     slurm: SlurmConfig | Mapping[str, Any] | None = None,
     redraw: bool = False,
@@ -120,31 +127,32 @@ def reproduce(
         names: Experiments by name, or "all".
         scale: `micro` for one machine, `paper` for a cluster, `toy` to see that everything works.
         seeds: Runs of each kind.
-        overrides: Settings of all recipes: `{"optimiser": {"muon_lr": 4e-3}}`. They do not replace
-            what an experiment varies.
+        overrides: Settings of all recipes: `{"optimiser": {"muon_lr": 4e-3}}`. One that an
+            experiment sets itself is an error.
         out: Folder of runs and data. Default: runs/reproduction-SCALE.
         results: Folder of the measurements. Default: OUT/results.
         page: File of the page; figures go to a folder of its name. Default: OUT/reproduction.md.
-        texts: Folder of the corpora. Default: PARCAE_TEST_DATA/data/corpora, if that is set.
+        texts: Folder of the corpora, or "builtin" to train on Python's standard library instead.
+            Default: PARCAE_TEST_DATA/data/corpora, if that is set.
+        select: Train only runs with these labels: `{"lr": 0.064}`. The others stay missing.
         workers: Runs that train at the same time, each on its share of the cores.
         slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
         redraw: Train nothing: judge and draw what `results` holds.
     """
-    chosen = find_experiments(names)
-    sizes = Scale(scale, seeds, overrides or {})
+    plan = _plan(names, scale, seeds, overrides, texts, select)
     folder = Path(out or Path("runs") / f"reproduction-{scale}")
     work = _Work(
         store=Store(folder, _texts(texts)),
         results=Path(results or folder / "results"),
-        plan={name: list(CATALOGUE[name].runs(sizes)) for name in chosen},
+        plan=plan,
     )
     interrupted = False
     if not redraw:
-        for name in chosen:
+        for name in plan:
             if not work.plan[name] and work.store.texts is None and not work.has(name):
                 console.print_text(f"{name} needs the folder of texts: give it with --texts.")
         work.collect()
-        runs = work.missing()
+        runs = [run for run in work.missing() if _is_selected(run, select or {})]
         if slurm is None:
             interrupted = work.store.train(runs, workers, work.add)
         else:
@@ -161,8 +169,74 @@ def reproduce(
         _read_notes(work.results / NOTES),
         scale,
     )
-    chosen_results = {name: found[name] for name in chosen}
-    return Reproduction(chosen_results, written, interrupted, work.store.failures)
+    chosen = {name: found[name] for name in plan}
+    return Reproduction(scale, chosen, written, interrupted, work.store.failures)
+
+
+def costs(
+    names: str | Iterable[str] = "all",
+    *,
+    scale: ScaleName = "micro",
+    seeds: int = 3,
+    overrides: Mapping[str, Any] | None = None,
+    texts: str | Path | None = None,
+    select: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """What `reproduce` would train for the same arguments, one row an experiment.
+
+    A run that an earlier experiment of the list shares counts there. Runs on a CPU have
+    `core_hours`, those on a GPU `gpu_hours`, of the GPU that `parcae plan` assumes.
+    """
+    rows, seen = [], set[str]()
+    for name, runs in _plan(names, scale, seeds, overrides, texts, select).items():
+        selected = {run.key: run.recipe for run in runs if _is_selected(run, select or {})}
+        new = {key: recipe for key, recipe in selected.items() if key not in seen}
+        seen |= new.keys()
+        flops = {True: 0.0, False: 0.0}
+        for recipe in new.values():
+            steps = total_steps(recipe) or 0
+            flops[recipe.run.device == "cpu"] += steps * flops_per_step(recipe)
+        rows.append(
+            {
+                "experiment": name,
+                "title": CATALOGUE[name].title,
+                "in_paper": CATALOGUE[name].in_paper,
+                "runs": len(new),
+                "flops": sum(flops.values()),
+                "core_hours": flops[True] / CORE_FLOPS / 3600,
+                "gpu_hours": flops[False] / (UTILISATION * PEAK_FLOPS[DEFAULT_GPU]) / 3600,
+            }
+        )
+    return rows
+
+
+def _plan(
+    names: str | Iterable[str],
+    scale: ScaleName,
+    seeds: int,
+    overrides: Mapping[str, Any] | None,
+    texts: str | Path | None,
+    select: Mapping[str, Any] | None,
+) -> dict[str, list[Run]]:
+    """All runs of each experiment, of which some are selected; an error names the experiment."""
+    if texts == BUILTIN:
+        overrides = merge({"data": {"sources": [BUILTIN]}}, overrides or {})
+    sizes, plan = Scale(scale, seeds, overrides or {}), {}
+    for name in find_experiments(names):
+        try:
+            plan[name] = list(CATALOGUE[name].runs(sizes))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        if select and not any(_is_selected(run, select) for run in plan[name]):
+            labels = (f"{k}={v}" for run in plan[name] for k, v in run.labels.items())
+            known = ", ".join(dict.fromkeys(labels)) or "no runs"
+            wanted = " and ".join(f"{label}={value}" for label, value in select.items())
+            raise ConfigError(f"select: {name} has no run with {wanted}. It has: {known}.")
+    return plan
+
+
+def _is_selected(run: Run, select: Mapping[str, Any]) -> bool:
+    return all(run.labels.get(label) == value for label, value in select.items())
 
 
 def _read_notes(path: Path) -> str:
@@ -287,9 +361,9 @@ def _format(name: str, planned: int, rows: Sequence[Row]) -> str:
 
 
 def _texts(folder: str | Path | None) -> Path | None:
-    if folder is not None:
+    if folder is not None and folder != BUILTIN:
         if not Path(folder).is_dir():
             raise FileError(f"{folder}: no such folder. Give the folder of texts by --texts.")
         return Path(folder)
     data = os.environ.get("PARCAE_TEST_DATA")
-    return Path(data) / "data" / "corpora" if data else None
+    return Path(data) / "data" / "corpora" if data and folder is None else None

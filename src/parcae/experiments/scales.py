@@ -1,7 +1,7 @@
 """The sizes at which experiments run: `micro` here, `paper` on a cluster, `toy` in tests.
 
-An experiment asks a scale for a recipe and changes what it studies; the settings of the command
-line lie between the two, so that they never replace what an experiment varies:
+An experiment asks a scale for a recipe and changes what it studies. The settings of the command
+line lie between the two; one that an experiment sets itself is refused:
 
     scale.recipe(scale.text("parcae", model={"discretisation": "zoh"}), seed=0)
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parcae.config import ConfigError
-from parcae.experiments.tasks import TASKS
-from parcae.recipe import find_recipe, merge, read_toml
+from parcae.experiments.tasks import PREFIX, TASKS
+from parcae.recipe import find_recipe, flatten, merge, read_toml
 from parcae.training.settings import Recipe, recipe_from_tree, with_flags
 
 Tree = dict[str, Any]
@@ -140,10 +140,20 @@ class Scale:
         if base["model"]["preset"].startswith("transformer") and "model" in overrides:
             table = overrides["model"].items()
             overrides["model"] = {k: v for k, v in table if k not in OF_THE_LOOP}
+        if base["data"]["sources"][0].startswith(PREFIX) and "data" in overrides:
+            table = overrides["data"].items()
+            overrides["data"] = {k: v for k, v in table if k != "sources"}
         kind = base.get("optimiser", {}).get("kind", "muon-adamw")
         if kind != "muon-adamw" and "optimiser" in overrides:
             table = overrides["optimiser"].items()
             overrides["optimiser"] = {k: v for k, v in table if not k.startswith("muon_")}
+        own = {*flatten(changes), "run.seed"}
+        for key in flatten(overrides):
+            if key in own or (key.startswith("budget.") and changes.get("budget")):
+                raise ConfigError(
+                    f"{key}: the experiment sets it itself. Omit it; `parcae sweep` trains other "
+                    "values."
+                )
         return with_flags(with_flags(base, overrides), changes)
 
 

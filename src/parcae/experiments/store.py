@@ -141,8 +141,9 @@ class Store:
             raise ConfigError(f"data.sources: no text is called {name!r}; one of {list(TEXTS)}.")
         if self.texts is None:
             raise ConfigError(
-                f"texts: the text {name!r} needs the folder of {TEXTS[name][0]}. Give --texts, or "
-                "use any text: --data.sources '[\"FILE\"]'."
+                f"texts: the text {name!r} needs the folder of {TEXTS[name][0]}. Give --texts "
+                "FOLDER, or train on other text: --texts builtin (Python's standard library), or "
+                "--data.sources '[\"FILE\"]'."
             )
         files = [self.texts / file for file in TEXTS[name]]
         for file in files:

@@ -42,7 +42,6 @@ class TestTime(Experiment):
         "5.42, 11.11, 112.89 fitted to all T (140M), 3.18, 21.41, 43.99, 397.90 extrapolated from "
         "T <= mu. Gains end near T = mu: L_inf differs from the loss there by 0.16 % on average."
     )
-    core_hours = 0.6
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, mean in itertools.product(scale.seeds, MEANS):

@@ -38,7 +38,6 @@ class Tokenizers(Experiment):
         "Bytes per token on FineWeb-Edu, held out: GPT-2 (50,257 entries) 4.63, GPT-4 (100,277) "
         "4.76, the paper's (32,768, trained on 2 billion characters of that text) 4.65."
     )
-    core_hours = 0.05
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         return iter(())

@@ -50,7 +50,6 @@ class TransformerComparison(Experiment):
         "lower. CORE is 1.0 to 3.0 points higher; Parcae covers 23 to 88 % of the gap to the next "
         "larger Transformer in CORE."
     )
-    core_hours = 2.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, family in itertools.product(scale.seeds, reversed(FAMILIES)):

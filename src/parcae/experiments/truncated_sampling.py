@@ -33,7 +33,6 @@ class TruncatedSampling(Experiment):
         "With mu_rec = mu_bwd = 8 all three have almost the same loss at T = 8; at T = 4, 16 and "
         "64 the corrected sampler follows full backpropagation and the old one does not."
     )
-    core_hours = 0.5
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (name, sampler) in itertools.product(scale.seeds, SAMPLERS.items()):

@@ -69,7 +69,6 @@ class TunedRates(Experiment):
         "The paper tunes the rates of the Transformer and uses them for Parcae; all models of the "
         "RDM setup have the largest rate at which the RDM converges."
     )
-    core_hours = 2.0
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (name, setup) in itertools.product(scale.seeds, SETUPS.items()):

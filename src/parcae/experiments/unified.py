@@ -49,7 +49,6 @@ class Unified(Experiment):
         "decay the error of the fit is 3.5 times as large; a learned exponent of mu (1.19, 1.17) "
         "gains 8 %."
     )
-    core_hours = 0.2
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         shape = next(iter(SHAPES[scale.name]))

@@ -10,6 +10,7 @@ seeds, which for three seeds is wide on purpose:
     contradicted              the whole interval disagrees
 
 A run that diverged has an infinite loss. A single seed has no spread: it shows weakly at best.
+Until all runs of an experiment exist its claims are incomplete; at toy scale there are no verdicts.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-Verdict = Literal["shown", "shown weakly", "not shown at this scale", "contradicted", "not run yet"]
+Verdict = Literal[
+    *("shown", "shown weakly", "not shown at this scale", "contradicted"),
+    *("not run yet", "incomplete", "toy scale: no verdict"),
+]
 SHOWN: Verdict = "shown"
 WEAKLY: Verdict = "shown weakly"
 NOT_SHOWN: Verdict = "not shown at this scale"
 CONTRADICTED: Verdict = "contradicted"
 NOT_RUN: Verdict = "not run yet"
+INCOMPLETE: Verdict = "incomplete"
+TOY: Verdict = "toy scale: no verdict"
 CONFIDENCE = 0.95
 
 

@@ -50,7 +50,6 @@ class OneStepPerLoop(Experiment):
     title = "One loop, one step"
     in_paper = "beyond the paper"
     paper = "The paper has no such task."
-    core_hours = 0.8
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         plan = [
@@ -135,7 +134,6 @@ class Ladder(Experiment):
         "On text: the RDM diverges; constraining A lets it train; a depth per sequence lowers the "
         "loss at T = 1 most (8.99 to 3.38); the prelude norm lowers it at every T."
     )
-    core_hours = 1.2
 
     def runs(self, scale: Scale) -> Iterator[Run]:
         for seed, (name, changes) in itertools.product(scale.seeds, VARIANTS.items()):
