@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
+import pyarrow
+import pyarrow.parquet as pq
 import pytest
 
 from parcae.files import FileError
@@ -178,6 +182,53 @@ def test_files_that_are_no_tables(tmp_path):
     (tmp_path / "runs.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FileError, match="not encoded as UTF-8"):
         read_table(tmp_path / "runs.csv")
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"loss": np.zeros(3_000_000)}, "more than 2,000,000 cells"),
+        ({str(index): [1.0] for index in range(1001)}, "1,001 columns; at most 1,000 are read"),
+        (
+            {"loss": [[1.0] * 9]},
+            "'loss' is of the type list<.*Give a number or a text in each cell",
+        ),
+        ({"note": [b"bytes"]}, "'note' is of the type binary"),
+    ],
+    ids=["rows", "columns", "lists", "bytes"],
+)
+def test_a_parquet_file_with_more_than_a_table_has(tmp_path, columns, message):
+    pq.write_table(pyarrow.table(columns), tmp_path / "runs.parquet", compression="zstd")
+    assert (tmp_path / "runs.parquet").stat().st_size < 400_000
+    with pytest.raises(FileError, match=message):
+        read_table(tmp_path / "runs.parquet")
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "message"),
+    [
+        ("," * 1001, None, "1,002 columns; at most 1,000 are read"),
+        (2001 * ("," * 999 + "\n"), None, "more than 2,000,000 cells"),
+        ("", 6 << 30, "more than 256 MiB"),
+    ],
+    ids=["columns", "rows", "bytes"],
+)
+def test_a_csv_file_with_more_than_a_table_has(tmp_path, text, size, message):
+    (tmp_path / "runs.csv").write_text(text)
+    if size is not None:
+        os.truncate(tmp_path / "runs.csv", size)
+    with pytest.raises(FileError, match=message):
+        read_table(tmp_path / "runs.csv")
+
+
+def test_a_repeated_text_of_a_parquet_file_is_in_memory_once(tmp_path):
+    cells = {name: np.ones(1000) for name in COLUMNS}
+    cells |= {"loss": np.arange(1000) + 1.0, "test_loops": np.arange(1000) + 1.0}
+    table = pyarrow.table({**cells, "model": ["m"] * 1000, "note": ["y" * 1000, None] * 500})
+    pq.write_table(table, tmp_path / "runs.parquet")
+    notes = read_table(tmp_path / "runs.parquet")["note"].tolist()
+    assert len(set(map(id, notes[::2]))) == 1
+    assert notes[:2] == ["y" * 1000, ""]
 
 
 def test_numbers_keep_every_digit(tmp_path):

@@ -42,6 +42,8 @@ SEPARATORS = (",", ";", "\t")
 TABLE_FILE = "runs.csv"
 """Name of the table in the folder of a sweep."""
 MAX_LISTED_ROWS = 6
+MAX_BYTES, MAX_COLUMNS, MAX_CELLS = 1 << 28, 1000, 2_000_000
+"""Of a table in a file: a small one, compressed, can have more cells than fit in memory."""
 TRANSFORMER = "transformer"
 """Models whose name starts so are baselines."""
 SAME_SIZE = 1.1
@@ -179,9 +181,14 @@ def _cell(value: Any) -> str:
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     try:
         with reading(path), path.open(newline="", encoding="utf-8-sig") as stream:
+            if path.stat().st_size > MAX_BYTES:
+                raise FileError(f"{path}: more than {MAX_BYTES >> 20} MiB. Give a part of it.")
             separator = _separator(stream.readline())
             stream.seek(0)
-            rows = list(csv.reader(stream, delimiter=separator))
+            rows, cells = [], 0
+            for row in csv.reader(stream, delimiter=separator):
+                rows.append(row)
+                _check_size(path, len(row), cells := cells + len(row))
     except UnicodeDecodeError:
         raise FileError(f"{path}: not encoded as UTF-8. Convert it.") from None
     except csv.Error as error:
@@ -218,12 +225,46 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
 
     with reading(path):
         try:
-            return pyarrow.parquet.read_table(path).to_pydict()
-        except (FileNotFoundError, PermissionError):
+            with pyarrow.parquet.ParquetFile(path) as file:
+                metadata, schema = file.metadata, file.schema_arrow
+            groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+            rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
+            columns = metadata.num_columns
+            _check_size(path, columns, rows * max(1, columns))
+            is_text = pyarrow.types.is_string, pyarrow.types.is_large_string
+            for field in schema:
+                if pyarrow.types.is_nested(field.type) or "binary" in str(field.type):
+                    raise FileError(
+                        f"{path}: {field.name!r} is of the type {field.type!s:.100}. Give a "
+                        "number or a text in each cell."
+                    )
+            texts = [field.name for field in schema if any(is_(field.type) for is_ in is_text)]
+            table = pyarrow.parquet.read_table(path, read_dictionary=texts)
+            return {name: _cells(table[name]) for name in table.column_names}
+        except (FileNotFoundError, PermissionError, FileError):
             raise
         except (pyarrow.ArrowException, OSError, ValueError) as error:  # also text of wrong bytes
             reason = " ".join(str(error).split())[:300]
             raise FileError(f"{path}: not a Parquet file ({reason}). Write it again.") from None
+
+
+def _check_size(path: Path, columns: int, cells: int) -> None:
+    if columns > MAX_COLUMNS:
+        raise FileError(f"{path}: {columns:,} columns; at most {MAX_COLUMNS:,} are read.")
+    if cells > MAX_CELLS:
+        raise FileError(f"{path}: more than {MAX_CELLS:,} cells. Give a part of the table.")
+
+
+def _cells(column: Any) -> list[Any]:
+    """The values of a column; a text that a small file repeats is in memory once."""
+    cells: list[Any] = []
+    for chunk in column.chunks:
+        if not hasattr(chunk, "dictionary"):
+            cells += chunk.to_pylist()
+            continue
+        texts = [*chunk.dictionary.to_pylist(), None]
+        cells += [texts[-1 if index is None else index] for index in chunk.indices.to_pylist()]
+    return cells
 
 
 def _typed(raw: Mapping[str, list[Any]], source: str) -> dict[str, np.ndarray]:
