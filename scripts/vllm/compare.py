@@ -21,12 +21,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import openai
-import torch
-import transformers
-import vllm
 
 START_SECONDS = 900
 CLIENTS = (1, 8, 32)
@@ -37,7 +35,7 @@ VLLM = (
     '--hf-overrides {{"num_loops":{loops}}} '
     "--dtype float32 --enforce-eager --no-enable-prefix-caching --host 127.0.0.1 --port {port}"
 )
-PARCAE = "serve {name}={folder} --rows 32 --port {port}"
+PARCAE = "serve {name}={folder} --max-batch-size 32 --port {port}"
 
 
 def main(folder: str, reference: str, parcae: str) -> None:
@@ -101,7 +99,7 @@ async def compare(ports: dict[str, int], expected: dict) -> None:
     async def complete_all(server: str, batch: list[str]) -> list[tuple[str, int]]:
         return await asyncio.gather(*(complete(server, prompt) for prompt in batch))
 
-    print(", ".join(f"{m.__name__} {m.__version__}" for m in (vllm, transformers, torch)))
+    print(", ".join(f"{name} {version(name)}" for name in ("vllm", "transformers", "torch")))
     print(f"{cpu_name()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}")
     wrong = 0
     for server in ports:

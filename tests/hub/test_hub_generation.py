@@ -8,10 +8,11 @@ have no value embeddings (refused with a message; see `test_embedded_prompts`).
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.configuration_utils import CompileConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerationMixin
 
@@ -145,6 +146,68 @@ def test_assisted_decoding_at_another_depth(theirs):
     other = in_transformers(randomised(KINDS["rdm-prenorm"], seed=3))
     actual = theirs.generate(tokens, num_loops=6, assistant_model=other, **GREEDY)
     assert torch.equal(actual, expected)
+
+
+@pytest.mark.slow
+def test_an_assistant_has_its_own_loops(theirs, monkeypatch):
+    """Its default, or those of its generation configuration; never those of the call."""
+    assistant = in_transformers(randomised(KINDS["rdm-prenorm"], seed=3))
+    depths = []
+    loop = assistant.model._loop
+    monkeypatch.setattr(
+        assistant.model, "_loop", lambda *args: depths.append(args[3]) or loop(*args)
+    )
+    tokens = random_tokens(1, 6)
+    expected = theirs.generate(tokens, num_loops=6, **GREEDY)
+    for own in (None, 2):
+        assistant.generation_config.num_loops = own
+        for asked in ({"num_loops": 6}, {"generation_config": GenerationConfig(num_loops=6)}):
+            options = {"exit": "budget:99", "assistant_model": assistant, **GREEDY, **asked}
+            assert torch.equal(theirs.generate(tokens, **options), expected)
+            assert set(depths) == {own or assistant.config.num_loops}
+            depths.clear()
+
+
+@pytest.mark.slow
+def test_loops_of_a_generation_configuration(ours, tmp_path):
+    """They hold unless a call has others; saved and loaded too, as early exit does."""
+    model, tokens = in_transformers(ours), random_tokens(2, 5)
+    texts = {loops: model.generate(tokens, num_loops=loops, **GREEDY) for loops in (2, 4, 6)}
+    assert not torch.equal(texts[2], texts[4])
+    model.generation_config = GenerationConfig(num_loops=2, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    for loaded in (model, ParcaeForCausalLM.from_pretrained(tmp_path)):
+        assert torch.equal(loaded.generate(tokens, **GREEDY), texts[2])
+        assert torch.equal(loaded.generate(tokens, num_loops=6, **GREEDY), texts[6])
+        given = GenerationConfig(num_loops=6, **GREEDY)
+        assert torch.equal(loaded.generate(tokens, given), texts[6])
+        given = GenerationConfig(num_loops=6, exit="budget:4", max_new_tokens=3)
+        passes = loaded.generate(tokens, given, return_dict_in_generate=True, use_cache=True)
+        assert len(passes.past_key_values.layers) == 14
+        assert loaded.generation_config.num_loops == 2
+
+
+@pytest.mark.slow
+def test_loops_as_other_types(theirs):
+    """Also with beams, for which transformers repeats what is given for each sequence."""
+    tokens, options = random_tokens(2, 5), {**GREEDY, "num_beams": 2}
+    expected = theirs.generate(tokens, num_loops=6, **options)
+    for loops in (np.int64(6), torch.tensor(6), torch.tensor([6, 6]), (6, 6), np.array([6, 6])):
+        assert torch.equal(theirs.generate(tokens, num_loops=loops, **options), expected)
+    logits = theirs(tokens, num_loops=6).logits
+    assert torch.equal(theirs(tokens, num_loops=np.int64(6)).logits, logits)
+
+
+@pytest.mark.parametrize("loops", [0, 2.5, "6", [], [6, 1.5], torch.tensor(2.5)])
+def test_loops_that_are_no_whole_numbers(theirs, loops):
+    for call in (theirs, theirs.generate):
+        with pytest.raises(ValueError, match=r"num_loops: .*whole number"):
+            call(random_tokens(2, 5), num_loops=loops)
+
+
+def test_misspelt_arguments_of_generate(theirs):
+    with pytest.raises(ValueError, match="loops"):
+        theirs.generate(random_tokens(2, 5), loops=3)
 
 
 def test_prompt_lookup_is_greedy_decoding(theirs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -19,9 +20,16 @@ from hub_models import (  # noqa: F401
     random_tokens,
     theirs,
 )
-from parcae.config import LoopConfig
+from parcae.config import LoopConfig, ModelConfig
 from parcae.hub.configuration_parcae import ParcaeConfig
-from parcae.model.hf_format import from_hf_config, from_hf_weights, to_hf_config, to_hf_weights
+from parcae.hub.loops import SAMPLER_FUNCTIONS
+from parcae.model.hf_format import (
+    SAMPLERS,
+    from_hf_config,
+    from_hf_weights,
+    to_hf_config,
+    to_hf_weights,
+)
 from parcae.presets import PRESETS, preset
 
 TOLERANCE = 1e-5
@@ -148,8 +156,9 @@ def test_a_cache_with_too_few_slots_is_refused(theirs):
     cache = DynamicCache(config=theirs.config)
     with pytest.raises(ValueError, match="needs 14"):
         theirs(random_tokens(1, 3), past_key_values=cache, num_loops=6)
-    cache = StaticCache(config=theirs.model.config_for(6), max_cache_len=8)
-    theirs(random_tokens(1, 3), past_key_values=cache, num_loops=6)
+    for model in (theirs, theirs.model):  # either has what the message names
+        cache = StaticCache(config=model.config_for(6), max_cache_len=8)
+        model(random_tokens(1, 3), past_key_values=cache, num_loops=6)
 
 
 @pytest.mark.parametrize("loops", [0, [1, 2, 3]])
@@ -167,14 +176,43 @@ def test_wrong_loops_are_refused(theirs, loops):
         {"num_prelude_layers": -1},
         {"vocab_size": 0},
         {"injection": "unknown"},
+        {"state_init": "zeros"},
+        {"norm": "post"},
+        {"mlp": "gelu"},
+        {"init": "zero"},
+        {"sampler": "uniform"},
+        {"draw_per": "batch"},
+        {"discretisation": "euler"},
+        {"mean_loops": 0},
+        {"backprop_loops": -1},
+        {"rms_norm_eps": 0.0},
+        {"rope_theta": float("nan")},
+        {"value_layers": [4]},
     ],
 )
 def test_wrong_configurations_are_refused(change):
-    with pytest.raises(Exception, match=r"head|loops|layers|vocab|injection"):
+    with pytest.raises(Exception, match=rf"heads|layers|gradient_loops|{next(iter(change))}"):
         in_transformers_config = ParcaeConfig(**{**to_hf_config(KINDS["parcae"]), **change})
         from parcae.hub.modeling_parcae import ParcaeForCausalLM
 
         ParcaeForCausalLM(in_transformers_config)
+
+
+def test_choices_are_those_of_this_package():
+    """The configuration in a folder repeats them, because it is read without the package."""
+    theirs, ours = ParcaeConfig.__annotations__, get_type_hints(ModelConfig)
+    ours |= get_type_hints(LoopConfig)
+    for name in ("discretisation", "mlp", "norm", "init", "draw_per", "state_init"):
+        assert theirs[name] == ours[name], name
+    assert get_args(theirs["sampler"]) == SAMPLERS == tuple(SAMPLER_FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", ["loops", "num_loop", "state"])
+def test_unknown_arguments_are_refused(theirs, name):
+    for model in (theirs, theirs.model):
+        with pytest.raises(TypeError, match=f"{name}: unknown arguments.*num_loops"):
+            model(random_tokens(1, 3), **{name: 3})
+    theirs(random_tokens(1, 3), num_items_in_batch=2, output_attentions=False, return_dict=True)
 
 
 def test_vllm_is_refused_where_heads_differ():

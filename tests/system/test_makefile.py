@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from parcae.cli import parser, split_settings
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -45,3 +49,16 @@ def test_docs_are_built_in_strict_mode(tmp_path):
     output = dry_run("docs", f"VENV={tmp_path / 'venv'}")
     assert "mkdocs build --strict" in output
     assert "[dev]" in output
+
+
+@pytest.mark.slow
+def test_options_of_the_vllm_check():
+    """Those of this package's commands, parsed without vLLM."""
+    compare = runpy.run_path(str(ROOT / "scripts/vllm/compare.py"))
+    lines = (ROOT / "scripts/vllm/check").read_text().splitlines()
+    commands = [shlex.split(line)[1:] for line in lines if line.strip().startswith('"$bin/parcae"')]
+    commands.append(compare["PARCAE"].format(folder="model", name="model", port=8000).split())
+    assert [command[0] for command in commands] == ["train", "export", "serve"]
+    for command in commands:
+        rest, _ = split_settings(command)
+        parser().parse_args(rest)  # ends the process where an option does not exist

@@ -1,35 +1,23 @@
 """The configuration of a looped model in transformers."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from os import PathLike
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
 MAX_LAYER_PASSES = 100_000
 """Each has a module of its own; a file that asks for more is wrong, or meant to take memory."""
-OPTIONAL_SIZES = (
-    "num_key_value_heads",
-    "intermediate_size",
-    "state_size",
-    "state_num_attention_heads",
-    "state_num_key_value_heads",
-    "state_intermediate_size",
-)
-SIZES = (
+POSITIVE = (
     "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
     "max_position_embeddings",
-    "num_prelude_layers",
-    "num_core_layers",
-    "num_coda_layers",
     "num_loops",
-    *OPTIONAL_SIZES,
+    "mean_loops",
+    "gradient_loops",
+    "rms_norm_eps",
+    "rope_theta",
 )
 PACKAGED = "parcae.hub.configuration_parcae"
 """The name of this module, unless it is the copy that a folder has for `trust_remote_code`."""
@@ -55,6 +43,8 @@ class LayerShape(NamedTuple):
 @strict
 class ParcaeConfig(PreTrainedConfig):
     """Prelude -> core, looped `num_loops` times -> coda; `num_core_layers=0` is a Transformer.
+
+    Values are checked by their annotations, which therefore must not be strings.
 
     `num_loops` is the depth used unless a call gives another one. Standard names keep their
     meaning: `num_hidden_layers` is the number of layers a token passes, which is the number of
@@ -88,22 +78,29 @@ class ParcaeConfig(PreTrainedConfig):
     state_intermediate_size: int | None = None
 
     injection: str = "diagonal"
-    discretisation: str = "zoh-euler"
+    discretisation: Literal["zoh-euler", "zoh"] = "zoh-euler"
     readout: bool = True
     prelude_norm: bool = True
-    mlp: str = "relu2"
-    norm: str = "pre"
-    rms_norm_eps: float = 1e-5
+    mlp: Literal["relu2", "swiglu"] = "relu2"
+    norm: Literal["pre", "residual"] = "pre"
+    rms_norm_eps: float | int = 1e-5
     qk_norm: bool = True
     value_layers: list[int] | tuple[int, ...] | None = None
-    rope_theta: float = 50_000.0
-    init: str = "scaled-zero"
+    rope_theta: float | int = 50_000.0
+    init: Literal["scaled-zero", "scaled"] = "scaled-zero"
 
     mean_loops: float | int = 8
     backprop_loops: int | None = None
-    sampler: str = "poisson"
-    draw_per: str = "sequence"
-    state_init: str = "like-init"
+    sampler: Literal[
+        "poisson",
+        "poisson-full",
+        "poisson-fill",
+        "lognormal-fill",
+        "fixed",
+        "release-per-batch",
+    ] = "poisson"
+    draw_per: Literal["sequence", "micro-batch"] = "sequence"
+    state_init: Literal["like-init", "zero"] = "like-init"
 
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -114,10 +111,6 @@ class ParcaeConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs) -> None:
         kwargs.pop("num_hidden_layers", None)  # follows from the others
-        for name in SIZES:
-            value = getattr(self, name)
-            if type(value) is not int and not (value is None and name in OPTIONAL_SIZES):
-                raise ValueError(f"{name}: {value!r} is not a whole number.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.intermediate_size = self.intermediate_size or 4 * self.hidden_size
         same = self.state_size in (None, self.hidden_size)
@@ -150,15 +143,20 @@ class ParcaeConfig(PreTrainedConfig):
         layers = self.layer_counts
         if min(layers) < 0 or sum(layers) < 1:
             raise ValueError(f"{layers} layers in prelude, core and coda; at least one is needed.")
-        if self.num_loops < 1:
-            raise ValueError(f"num_loops: {self.num_loops}; at least one is needed.")
+        for name in POSITIVE:
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name}: {value}; it must be > 0.")
+        missing = [layer for layer in self.value_layers or () if not 0 <= layer < sum(layers)]
+        if missing:
+            raise ValueError(
+                f"value_layers: {missing}; the layers are numbered from 0 to {sum(layers) - 1}."
+            )
         if self.num_hidden_layers > MAX_LAYER_PASSES:
             raise ValueError(
                 f"num_loops: {self.num_loops} loops of {self.num_core_layers} layers; a token may "
                 f"pass {MAX_LAYER_PASSES:,} layers at most."
             )
-        if self.vocab_size < 1 or self.max_position_embeddings < 1:
-            raise ValueError("vocab_size and max_position_embeddings must be >= 1.")
 
     def save_pretrained(
         self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs

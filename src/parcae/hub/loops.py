@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,21 +31,30 @@ SAMPLER_FUNCTIONS: dict[str, Callable[..., Depths]] = {
 }
 
 
+def whole_numbers(num_loops: Any) -> int | list[int]:
+    """`num_loops` of a call as Python's numbers: of a tensor, a NumPy number or array, a list."""
+    given = num_loops.tolist() if hasattr(num_loops, "tolist") else num_loops
+    numbers = [given] if isinstance(given, int) else given
+    if not isinstance(numbers, Sequence) or not numbers:
+        raise ValueError(f"num_loops: {num_loops!r}; give a whole number, or one per sequence.")
+    for number in numbers:
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"num_loops: {number!r}; it must be a whole number >= 1.")
+    return given if isinstance(given, int) else [*numbers]
+
+
 def given_depths(
     num_loops: int | Sequence[int] | Tensor, rows: int, config: ParcaeConfig
 ) -> int | Depths:
     """One number for all sequences, or `Depths` where they have different ones."""
-    if isinstance(num_loops, Tensor):
-        num_loops = cast("int | list[int]", num_loops.tolist())
-    if not isinstance(num_loops, int):
-        if len(num_loops) != rows:
-            raise ValueError(f"num_loops: {len(num_loops)} given for {rows} sequences.")
-        if len(set(num_loops)) > 1:
-            return Depths.truncated([int(n) for n in num_loops], config.gradient_loops)
-        num_loops = int(num_loops[0])
-    if num_loops < 1:
-        raise ValueError(f"num_loops: {num_loops}; at least one is needed.")
-    return num_loops
+    numbers = whole_numbers(num_loops)
+    if isinstance(numbers, int):
+        return numbers
+    if len(numbers) != rows:
+        raise ValueError(f"num_loops: {len(numbers)} given for {rows} sequences.")
+    if len(set(numbers)) > 1:
+        return Depths.truncated(numbers, config.gradient_loops)
+    return numbers[0]
 
 
 def drawn_depths(rows: int, config: ParcaeConfig) -> Depths:

@@ -29,12 +29,16 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import (
+    TransformersKwargs,
+    can_return_tuple,
+    merge_with_config_defaults,
+)
 from transformers.utils.output_capturing import capture_outputs
 
 from parcae.hub.early_exit import EarlyExit
 from parcae.hub.initial_values import init_module, projection, set_role
-from parcae.hub.loops import drawn_depths, given_depths
+from parcae.hub.loops import drawn_depths, given_depths, whole_numbers
 from parcae.model.blocks import GATE_CHANNELS, MLP, QK_NORM_EPS, Rope, rotate
 from parcae.model.depth import Depths, Schedule
 from parcae.model.injection import (
@@ -51,6 +55,12 @@ INJECTION_CLASSES: dict[str, type[Injection]] = {
     "concatenation": ConcatenationInjection,
     "addition": AdditionInjection,
 }
+ATTENTION = ("eager", "sdpa", "flex_attention")
+KNOWN_ARGUMENTS = {
+    *TransformersKwargs.__annotations__,
+    *("cache_position", "return_dict", "shift_labels", "token_type_ids"),
+}
+"""Those of transformers, of which this model uses some."""
 NumLoops = int | Sequence[int] | Tensor | None
 """Loops of all sequences, or one number for each; None for the default."""
 
@@ -350,7 +360,13 @@ class ParcaeModel(ParcaePreTrainedModel):
         `num_loops`: loops of all sequences, or without a cache one number for each. By default
         `config.num_loops`, and in training mode numbers drawn for each sequence.
         `exit`: "state:0.1" or "budget:4" stops tokens early while one is decoded at a time.
+        Other arguments are those of transformers and of attention functions from outside.
         """
+        unknown = [name for name in kwargs if name not in KNOWN_ARGUMENTS]
+        if unknown and self.config._attn_implementation in ATTENTION:
+            raise TypeError(
+                f"{', '.join(unknown)}: unknown arguments. The model's own are num_loops and exit."
+            )
         if inputs_embeds is None:
             if input_ids is None:
                 raise ValueError("Give input_ids or inputs_embeds.")
@@ -632,6 +648,35 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
             inputs["input_ids"] = input_ids[:, -embedded.shape[1] :]
         return inputs
 
+    def config_for(self, num_loops: int | None) -> ParcaeConfig:
+        """The configuration with another depth, from which caches are built."""
+        return self.model.config_for(num_loops)
+
+    def _prepare_generation_config(
+        self, generation_config: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Loops and exit of a generation configuration are arguments, unless the call has them."""
+        prepare: Any = super()._prepare_generation_config  # pyright: ignore
+        prepared, arguments = prepare(generation_config, **kwargs)
+        for name in ("num_loops", "exit"):
+            value = prepared.__dict__.pop(name, None)
+            if value is not None:
+                arguments[name] = value
+        if arguments.get("num_loops") is not None:
+            numbers = whole_numbers(arguments["num_loops"])
+            if not isinstance(numbers, int) and len(set(numbers)) == 1:
+                numbers = numbers[0]
+            arguments["num_loops"] = numbers
+        return prepared, arguments
+
+    def _get_candidate_generator(
+        self, *args: Any, model_kwargs: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        """An assistant has its own loops: its default, or those of its generation configuration."""
+        get: Any = super()._get_candidate_generator  # pyright: ignore
+        others = {k: v for k, v in model_kwargs.items() if k not in ("num_loops", "exit")}
+        return get(*args, model_kwargs=others, **kwargs)
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -639,7 +684,7 @@ class ParcaeForCausalLM(ParcaePreTrainedModel, GenerationMixin):
         model, num_loops = self, model_kwargs.get("num_loops")
         if isinstance(num_loops, int) and num_loops != self.config.num_loops:
             model = copy.copy(self)
-            model.config = self.model.config_for(num_loops)
+            model.config = self.config_for(num_loops)
         prepare: Any = GenerationMixin._prepare_cache_for_generation  # pyright: ignore
         return prepare(model, generation_config, model_kwargs, *args, **kwargs)
 
