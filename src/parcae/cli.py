@@ -47,6 +47,8 @@ MODEL_COMMANDS = (
     *("generate", "serve", "depth", "eval", "export"),
 )
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
+WRITING_COMMANDS = ("train", "report", "eval", "sweep", "fit")
+"""Commands that write into a folder that somebody else may have made: --follow-links."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,6 +243,13 @@ def parser() -> Parser:
             metavar="FILE",
             help="Python file that registers an injection, sampler, optimiser or exit rule which "
             "the model or recipe uses; may be repeated (default: none)",
+        )
+    for name in WRITING_COMMANDS:
+        subparsers.choices[name].add_argument(
+            "--follow-links",
+            action="store_true",
+            help="write through symbolic links that lead out of the folder of a run or sweep, such "
+            "as to `data` or `checkpoints` on another disk (default: refuse them)",
         )
     return top
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
+import io
 import json
 import math
 import os
 import platform
 import re
+import secrets
 import shutil
+import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +28,10 @@ from parcae.machine import process_exists
 CHUNK_BYTES = 1 << 20
 DEEPEST_NESTING = 64
 """Levels of lists and objects in JSON and TOML files; what parcae writes has less than ten."""
+LARGEST_JSON = 64 << 20
+"""Bytes of a JSON file, which takes up to 25 times as much memory."""
+LARGEST_LINE, LARGEST_LINES = 16 << 20, 4 << 30
+"""Bytes of a line, and of all lines, of a JSON Lines file that parcae has written."""
 OLD_SECONDS = 24 * 3600
 """A temporary file of another machine is taken for abandoned after this time."""
 
@@ -61,6 +69,61 @@ def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[stream.write(rest) :]
+
+
+def no_link(path: str, flags: int) -> int:
+    """The opener (of `open`) of a file that grows: a link is not followed, since it may lead out of
+    a folder that somebody else has made, and a pipe is not waited for."""
+    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags | extra, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise FileError(f"{path}: a link or a pipe, not a file. Remove it.") from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileError(f"{path}: a pipe, a device or a folder, not a file. Remove it.")
+    return descriptor
+
+
+def check_links(
+    folder: Path, names: Iterable[str] | None = None, follow_links: bool = False
+) -> None:
+    """Raise FileError where a symbolic link leads out of a folder that is to be written to.
+
+    `names`: the files and folders in it that are written, replaced or deleted; all by default.
+    Unless `follow_links`, no link may be among them, or below them, whose target is outside.
+    """
+    if follow_links or not folder.is_dir():
+        return
+    inside = folder.resolve()
+    paths = folder.iterdir() if names is None else (folder / name for name in names)
+    for link in (link for path in paths for link in _links(path)):
+        target = os.path.realpath(link)
+        if not Path(target).is_relative_to(inside):
+            raise FileError(
+                f"{link}: a link that leads out of {folder}, to {target}. Remove it, or write "
+                "there with `follow_links`."
+            )
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """All symbolic links that are at a path or below it."""
+    if path.is_symlink():
+        yield path
+        return
+    for parent, folders, others in os.walk(path):
+        yield from filter(Path.is_symlink, (Path(parent, name) for name in (*folders, *others)))
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder or a link, not what a link leads to, as far as that is possible."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @contextlib.contextmanager
@@ -117,22 +180,23 @@ def number(value: Any) -> Any:
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`; on success it is flushed to disk and renamed to `path`.
 
-    A killed process leaves the old file, or none; never half of one. Its temporary file is removed
-    when the next process writes into the folder.
+    The temporary file exists and is empty; no other process knew its name before. A killed process
+    leaves the old file, or none; never half of one. Its temporary file is removed when the next
+    process writes into the folder.
     """
     path = Path(path)
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(path.parent.absolute())
+            temporary.touch(exist_ok=False)  # O_EXCL, which follows no link either
             yield temporary
             flush(temporary)
             temporary.replace(path)
             flush(path.parent)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        remove(temporary)
 
 
 @contextlib.contextmanager
@@ -142,7 +206,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     There must be nothing at `path`. What a killed process leaves is removed as for `atomic_path`.
     """
     path = Path(path)
-    temporary = _temporary_path(path)
+    temporary = temporary_path(path)
     check_new(path)
     try:
         with writing(path):
@@ -156,7 +220,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
             temporary.rename(path)
             flush(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
 
 
 def check_new(folder: Path) -> None:
@@ -165,21 +229,23 @@ def check_new(folder: Path) -> None:
         raise FileError(f"{folder}: exists. Choose another folder, or remove it.")
 
 
-def _temporary_path(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{platform.node()}-{os.getpid()}.tmp")
+def temporary_path(path: Path) -> Path:
+    """A path beside `path` that nobody can guess, with a name that `_remove_abandoned` knows."""
+    owner = f"{platform.node()}-{os.getpid()}"
+    return path.with_name(f".{path.name}.{owner}.{secrets.token_hex(8)}.tmp")
 
 
 @functools.cache  # once for each folder
 def _remove_abandoned(folder: Path) -> None:
     """Remove the temporary files and folders of processes that no longer exist."""
     for path in folder.glob(".*.tmp"):
-        match = re.fullmatch(r"\..+[.-](\d{1,10})\.tmp", path.name, re.DOTALL)
+        match = re.fullmatch(r"\..+[.-](\d{1,10})(\.[0-9a-f]{16})?\.tmp", path.name, re.DOTALL)
         if match is None or process_exists(int(match[1])):
             continue
-        with contextlib.suppress(OSError):  # another process was faster, or may not
-            of_this_machine = path.name.endswith(f".{platform.node()}-{match[1]}.tmp")
-            if of_this_machine or time.time() - path.stat().st_mtime > OLD_SECONDS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # another process was faster
+            of_this_machine = f".{platform.node()}-{match[1]}." in path.name
+            if of_this_machine or time.time() - path.lstat().st_mtime > OLD_SECONDS:
+                remove(path)
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -207,14 +273,38 @@ def nan_to_none(value: Any) -> Any:
     return value
 
 
-def read_json(path: str | Path) -> Any:
+def read_text(path: str | Path, largest: int = LARGEST_JSON, errors: str = "strict") -> str:
+    """The text of a regular file; FileError if it has more than `largest` bytes."""
+    with open_file(path, largest) as stream:
+        return io.TextIOWrapper(stream, encoding="utf-8", errors=errors).read(largest)
+
+
+def read_lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a JSON Lines file; FileError for one that is longer than any that is written."""
+    with open_file(path, LARGEST_LINES) as stream:
+        while line := stream.readline(LARGEST_LINE):
+            if len(line) == LARGEST_LINE:
+                raise FileError(f"{path}: a line of more than {LARGEST_LINE >> 20} MiB.")
+            yield line
+
+
+@contextlib.contextmanager
+def open_file(path: str | Path, largest: int) -> Iterator[IO[bytes]]:
+    """Open a regular file for reading; FileError if it has more than `largest` bytes."""
+    with reading(path), Path(path).open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > largest:
+            raise FileError(f"{path}: {size:,} bytes; at most {largest:,} are read.")
+        yield stream
+
+
+def read_json(path: str | Path, largest: int = LARGEST_JSON) -> Any:
     """The content of a JSON file of finite numbers and moderate nesting."""
     path = Path(path)
     try:
-        with reading(path):
-            value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-            check_nesting(value)
-            return value
+        value = json.loads(read_text(path, largest), parse_constant=_refuse_constant)
+        check_nesting(value)
+        return value
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not valid JSON ({error}). Is it truncated?") from None
 
@@ -259,12 +349,14 @@ def write_sealed(path: str | Path, value: dict[str, Any]) -> None:
     write_json(path, {**value, "seal": _seal(value)})
 
 
-def read_sealed(path: str | Path, remedy: str, required: bool = True) -> dict[str, Any]:
+def read_sealed(
+    path: str | Path, remedy: str, required: bool = True, largest: int = LARGEST_JSON
+) -> dict[str, Any]:
     """What `write_sealed` wrote; an error if it was changed, so that keys need no further check.
 
     Unless `required`, a file without a seal, as earlier versions wrote it, is accepted.
     """
-    value = read_json(path)
+    value = read_json(path, largest)
     if not required and isinstance(value, dict) and "seal" not in value:
         return value
     seal = value.pop("seal", None) if isinstance(value, dict) else None
@@ -315,7 +407,7 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
                 "Wait for it, or use another folder."
             ) from None
     with locked:
-        with writing(folder, remedy), path.open("r+b", buffering=0) as stream:
+        with writing(folder, remedy), open(path, "r+b", 0, opener=no_link) as stream:
             stream.truncate(0)
             write_all(stream, str(os.getpid()).encode())
         yield
@@ -333,7 +425,7 @@ def is_in_use(folder: str | Path) -> bool:
 def _owner(lock: Path) -> str:
     """The owner's process id in brackets, where it can be read."""
     try:
-        owner = lock.read_text("ascii", "replace").strip()
+        owner = read_text(lock, largest=100, errors="replace").strip()
     except OSError:
         return ""
     return f" ({owner})" if owner else ""

@@ -263,7 +263,7 @@ def test_files_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         patch.setattr(Path, "open", refuse)
         with pytest.raises(FileError, match=r"a\.jsonl: cannot be read \(Permission denied"):
             list(read_documents(files, ReadOptions()))
-    monkeypatch.setattr("os.scandir", refuse)
+    monkeypatch.setattr("os.listdir", refuse)
     with pytest.raises(FileError, match=r"cannot be read \(Permission denied"):
         find_files([tmp_path])
 

@@ -67,3 +67,23 @@ def test_builtin_is_the_library_alone_and_always_the_same() -> None:
 def test_a_task_is_no_file():
     with pytest.raises(FileError, match=r"task:walks: tasks are not files.*parcae reproduce"):
         find_files(["task:walks"])
+
+
+def test_a_search_ends(tmp_path, monkeypatch):
+    """A link to a folder above it would be followed forever."""
+    (tmp_path / "a").mkdir()
+    write_records(tmp_path / "a" / "1.jsonl", ["text"])
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    for source in (
+        tmp_path,
+        f"{tmp_path}/**",
+        f"{tmp_path}/**/*.jsonl",
+        f"{tmp_path}/*/*/*/*.jsonl",
+    ):
+        assert [file.path.name for file in find_files([source])] == ["1.jsonl"]
+    monkeypatch.setattr("parcae.data.sources.MOST_ENTRIES", 3)
+    for index in range(4):
+        (tmp_path / f"{index}").touch()
+    for source in (tmp_path, f"{tmp_path}/**", f"{tmp_path}/*", f"{tmp_path}/**/*.jsonl"):
+        with pytest.raises(FileError, match="more than 3 files and folders to search"):
+            find_files([source])

@@ -245,7 +245,7 @@ def test_a_tokenizer_that_cannot_be_read(
         raise PermissionError(13, "Permission denied")
 
     tokenizer.save(tmp_path / "t.json")
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(FileError, match=r"t\.json: cannot be read \(Permission denied\)"):
         Tokenizer.load(tmp_path / "t.json")
 

@@ -149,7 +149,7 @@ def test_a_full_disk(scorer, task_folder, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr("builtins.open", full)
     job = type("Job", (), {"name": "a", "seed": None, "fingerprint": "0" * 64})()
     with pytest.raises(FileError, match=r"No space left.*are kept; free some space"):
         samples.add(job, {0: {}}, (1,))

@@ -351,7 +351,7 @@ def test_a_failed_write_is_told_at_once(text, tmp_path, monkeypatch):
         reached.append(self.learner.step)
         time.sleep(0.02)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(checkpoint, "save_tensors", full)
     monkeypatch.setattr(Trainer, "_train_step", one_step)
     recipe = runs.recipe(text, budget={"steps": 60}, run={"checkpoint_every": 10})
     recipe = runs.changed(recipe, run={"validate_every": 0, "telemetry_every": 0})
@@ -370,7 +370,7 @@ def fail_to_write(recipe, out, rank, port, log):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    checkpoint.save_file = full
+    checkpoint.save_tensors = full
     checkpoint.HuggingFaceStorageWriter.write_data = full
     try:
         train(recipe, out)

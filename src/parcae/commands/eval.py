@@ -171,6 +171,7 @@ def run(arguments: argparse.Namespace) -> int:
             device=arguments.device,
             trust_remote_code=arguments.trust_remote_code,
             overwrite=arguments.overwrite,
+            follow_links=arguments.follow_links,
             progress=report,
         )
     if arguments.loops is not None and not result.looped:

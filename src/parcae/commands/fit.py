@@ -69,13 +69,15 @@ def register(subparsers: argparse._SubParsersAction) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import parcae
-    from parcae.files import lock_folder
+    from parcae.files import check_links, lock_folder
     from parcae.laws.fit import SWEEP_FOLDER
     from parcae.laws.table import as_table
 
     table = as_table(arguments.table)
     in_sweep = arguments.table / SWEEP_FOLDER if arguments.table.is_dir() else Path("out/fit")
     out = arguments.out or in_sweep
+    if arguments.out is None and arguments.table.is_dir():
+        check_links(arguments.table, [SWEEP_FOLDER], arguments.follow_links)
     with lock_folder(out), _progress_bar(table) as progress:
         result = parcae.fit(
             table,

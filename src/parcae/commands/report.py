@@ -34,5 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae import console
     from parcae.report.page import write_report
 
-    console.print_text(f"wrote {write_report(arguments.runs, arguments.out, axis=arguments.axis)}")
+    path = write_report(
+        arguments.runs, arguments.out, axis=arguments.axis, follow_links=arguments.follow_links
+    )
+    console.print_text(f"wrote {path}")
     return 0

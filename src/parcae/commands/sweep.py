@@ -144,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
         utilisation=arguments.utilisation,
         device_flops=device_speed(arguments.device_flops),
+        follow_links=arguments.follow_links,
     )
     if arguments.dry_run:
         return 0

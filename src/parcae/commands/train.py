@@ -65,11 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         require(
             arguments.start_from is None, "--start-from", message, "Omit --start-from or --resume."
         )
-        result = train(read_recipe(resumed, overrides), resumed, resume=True)
+        recipe, out = read_recipe(resumed, overrides), resumed
     elif source is not None:
         if arguments.start_from is not None:
             overrides = merge(overrides, {"start": {"checkpoint": arguments.start_from}})
-        result = train(resolve_recipe(source, overrides), arguments.out or default_folder(source))
+        recipe, out = resolve_recipe(source, overrides), arguments.out or default_folder(source)
     else:
         raise ConfigError(f"train: no recipe is given. {remedy}")
+    resume = resumed is not None
+    result = train(recipe, out, resume=resume, follow_links=arguments.follow_links)
     return 1 if result.status == "diverged" else 0

@@ -33,6 +33,7 @@ from parcae.files import (
     atomic_path,
     interpreting,
     lock_folder,
+    no_link,
     path_inside,
     read_sealed,
     sha256,
@@ -222,7 +223,7 @@ class _PartialFile(io.FileIO):
     """A file open for appending that reports its size after each write."""
 
     def __init__(self, path: Path, file: RemoteFile, report: Report) -> None:
-        super().__init__(path, "a")
+        super().__init__(path, "a", opener=no_link)
         self._path, self._file, self._report = path, file, report
         report(file, self.tell())
 

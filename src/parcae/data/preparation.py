@@ -11,6 +11,7 @@ it finds, and starts again at the first damaged one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -34,6 +35,7 @@ from parcae.data.readers import (
 )
 from parcae.data.shards import (
     FORMAT,
+    LARGEST_LIST,
     MANIFEST,
     SOURCES,
     Manifest,
@@ -74,8 +76,12 @@ from parcae.files import (
 from parcae.schema import require_range, shorten
 
 PROGRESS = "progress.json"
+WRITTEN = re.compile(
+    r"\.lock|(manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard"
+)
+"""Names of the files of a preparation."""
 LEFTOVER = re.compile(
-    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.(.+-)?\d+)?\.tmp"
+    r"\.((manifest|progress|sources|tokenizer)\.json|(train|validation)-\d+\.shard)(\.(.+-)?\d+(\.[0-9a-f]{16})?)?\.tmp"
 )
 """Names of temporary files that a killed process leaves."""
 SHARD_TOKENS = 1 << 26
@@ -202,7 +208,9 @@ def _begin(work: Preparation, folder: Path, report: Report) -> dict[str, Any]:
     """The state of an interrupted run of the same preparation, or a new state."""
     path = folder / PROGRESS
     remedy = "Delete the folder and start again."
-    earlier = read_sealed(path, remedy) if path.exists() else {"digests": {}, "parts": []}
+    earlier: dict[str, Any] = {"digests": {}, "parts": []}
+    if path.exists():
+        earlier = read_sealed(path, remedy, largest=LARGEST_LIST)
     with interpreting(path, remedy):
         digests = _digests(work, earlier["digests"], report)
         identity = _identity(work, digests)
@@ -378,6 +386,22 @@ def _remove_leftovers(folder: Path) -> None:
     for entry in folder.iterdir():
         if LEFTOVER.fullmatch(entry.name):
             entry.unlink()
+
+
+def remove_prepared(folder: Path) -> None:
+    """Remove what a preparation wrote into a folder; nothing where no manifest of one is intact."""
+    try:
+        if (folder / MANIFEST).exists():
+            read_manifest(folder)
+        else:
+            read_sealed(folder / PROGRESS, "", largest=LARGEST_LIST)
+    except FileError:
+        return
+    with contextlib.suppress(OSError):  # it is a link, or other files are in it
+        for path in sorted(folder.iterdir(), key=lambda path: path.name in (MANIFEST, PROGRESS)):
+            if WRITTEN.fullmatch(path.name) or LEFTOVER.fullmatch(path.name):
+                path.unlink()
+        folder.rmdir()
 
 
 def _reported(

@@ -45,6 +45,7 @@ from parcae.files import (
     read_sealed,
     reading,
     sha256,
+    temporary_path,
     write_all,
     writing,
 )
@@ -55,6 +56,8 @@ TAIL = b"parcae-\n"
 FOOTER = struct.Struct("<QQQ32s8s")
 MANIFEST = "manifest.json"
 SOURCES = "sources.json"
+LARGEST_LIST = 1 << 30
+"""Bytes of a JSON file with an entry for every source file, of which there may be millions."""
 FORMAT = "parcae-shards-1"
 TOKEN_DTYPES = ("<u2", "<u4")
 REMEDY = "Delete the folder and run `parcae data prepare` again."
@@ -174,10 +177,10 @@ def shard_writer(
     """
     records: list[ShardRecord] = []
     path = folder / name
-    partial = folder / f".{name}.tmp"
+    partial = temporary_path(path)
     try:
         with writing(path):
-            stream = partial.open("wb", buffering=0)
+            stream = partial.open("xb", buffering=0)
         with stream:
             writer = ShardWriter(stream, path, dtype)
             yield writer, records

@@ -8,6 +8,7 @@ zstandard.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import gzip
 import hashlib
@@ -44,6 +45,8 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 BUILTIN = "builtin"
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 VALIDATION_FRACTION = 0.005
+MOST_ENTRIES = 1_000_000
+"""Files and folders among which the files of a source are looked for."""
 ZSTANDARD_PIECE_BYTES = 512
 """Compressed bytes decoded at once; a block of 4 bytes can hold 128 KiB, so at most 16 MiB."""
 
@@ -212,14 +215,13 @@ def _expand(source: str | Path) -> list[SourceFile]:
         )
     if not str(source).strip():
         raise FileError("sources: empty name. Name a file, a folder or a glob, or `builtin`.")
-    path = Path(source)
+    path, search = Path(source), _Search(source)
     with reading(path):
         if path.is_dir():
-            return _files_of(path)
+            return _files_of(path, search)
         if path.is_file():
             return [_source_file(path, path.name)]
-        matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True))
-    files = [file for match in matches for file in _expand_match(match)]
+    files = [file for match in search.matches() for file in _expand_match(match, search)]
     if files:
         return files
     raise FileError(
@@ -228,16 +230,16 @@ def _expand(source: str | Path) -> list[SourceFile]:
     )
 
 
-def _expand_match(path: Path) -> list[SourceFile]:
+def _expand_match(path: Path, search: _Search) -> list[SourceFile]:
     """The files of a glob's match; a matched folder without readable files is ignored."""
     with reading(path):
         if not path.is_dir():
             return [_source_file(path, path.name)]
-        return _files_of(path) if _readable_below(path) else []
+        return _files_of(path, search) if _readable_below(path, search) else []
 
 
-def _files_of(folder: Path) -> list[SourceFile]:
-    paths = _readable_below(folder)
+def _files_of(folder: Path, search: _Search) -> list[SourceFile]:
+    paths = _readable_below(folder, search)
     if not paths:
         raise FileError(f"{folder}: no readable file in this folder. {_supported_formats()}")
     return [
@@ -245,30 +247,60 @@ def _files_of(folder: Path) -> list[SourceFile]:
     ]
 
 
-def _readable_below(folder: Path) -> list[Path]:
-    """Readable files below `folder`, by name. Links to folders are followed, each folder once;
-    hidden files and folders are ignored."""
-    paths: list[Path] = []
-    seen: set[Path] = set()
+def _readable_below(folder: Path, search: _Search) -> list[Path]:
+    """Readable files below `folder`, by name."""
+    found = (path for parent in search.folders(folder) for path in search.entries(parent))
+    return sorted(path for path in found if format_of(path) and not path.is_dir())
 
-    def visit(folder: Path) -> None:
-        if (real := folder.resolve()) in seen:
-            return
-        seen.add(real)
+
+class _Search:
+    """Looks for the files of a source: in at most `MOST_ENTRIES` files and folders, so that a glob
+    such as `/**` ends. Links to folders are followed, each folder once; hidden names are ignored.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self.source, self._left = source, MOST_ENTRIES
+
+    def matches(self) -> list[Path]:
+        """The paths that the source, a glob, matches; `**` stands for any number of folders."""
+        path = Path(self.source)
+        paths = [Path(path.anchor)]
+        for part in path.parts[bool(path.anchor) :]:
+            if part == "**":
+                folders = (folder for path in paths for folder in self.folders(path))
+                paths = list(dict.fromkeys(folders))
+            elif glob.has_magic(part):
+                entries = (entry for path in paths for entry in self.entries(path, part))
+                paths = [entry for entry in entries if fnmatch.fnmatch(entry.name, part)]
+            else:
+                paths = [path / part for path in paths]
+        is_match = Path.is_dir if str(self.source).endswith(os.sep) else Path.exists
+        return sorted(filter(is_match, dict.fromkeys(paths)))
+
+    def folders(self, folder: Path) -> Iterator[Path]:
+        """The folder, and all below it."""
+        seen, left = set(), [folder]
+        while left:
+            folder = left.pop()
+            if (real := folder.resolve()) not in seen and folder.is_dir():
+                seen.add(real)
+                yield folder
+                with reading(folder):
+                    left += [path for path in self.entries(folder) if path.is_dir()]
+
+    def entries(self, folder: Path, pattern: str = "") -> list[Path]:
+        """The paths in a folder; hidden ones only for a pattern that starts with a dot."""
+        if not folder.is_dir():
+            return []
         with reading(folder):
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            path = folder / entry.name
-            with reading(path):
-                if entry.is_dir():
-                    visit(path)
-                elif format_of(path):
-                    paths.append(path)
-
-    visit(folder)
-    return sorted(paths)
+            names = sorted(os.listdir(folder))
+        self._left -= len(names)
+        if self._left < 0:
+            raise FileError(
+                f"{self.source}: more than {MOST_ENTRIES:,} files and folders to search. Name the "
+                "folder of the texts."
+            )
+        return [folder / name for name in names if pattern[:1] == "." or name[:1] != "."]
 
 
 def _source_file(path: Path, name: str, folder: Path | None = None) -> SourceFile:

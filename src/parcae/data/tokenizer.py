@@ -38,7 +38,7 @@ from parcae.config import MAX_VOCABULARY, ConfigError, require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
 from parcae.data.tokenizer_growth import check_growth, check_texts
-from parcae.files import FileError, atomic_path, read_json, reading
+from parcae.files import FileError, atomic_path, read_json, read_text, reading
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_SIZE = 256 + len(SPECIALS)
@@ -166,8 +166,8 @@ class Tokenizer:
                     raise FileError(f"{path}: not a valid vocabulary ({_reason(error)}).") from None
         path = path / TOKENIZER_FILE if is_folder else path
         try:
-            with reading(path), _no_panic():
-                return cls(path.read_text(encoding="utf-8"), path.stem)
+            with _no_panic():
+                return cls(read_text(path), path.stem)
         except FileError:
             if path.exists():
                 raise
@@ -467,8 +467,7 @@ def _cuts_safely(tree: dict[str, Any]) -> bool:
 def _read_gpt2_layout(folder: Path) -> str:
     """GPT-2's `vocab.json` and `merges.txt` as the content of a `tokenizer.json`."""
     vocabulary, merges = folder / "vocab.json", folder / "merges.txt"
-    with reading(merges):
-        merges.open("rb").close()
+    read_text(merges, errors="replace")  # an error of its own for a file that cannot be read
     ids = read_json(vocabulary)
     if not isinstance(ids, dict) or not all(  # the library takes memory for every id up to the last
         isinstance(token, int) and 0 <= token < MAX_VOCABULARY for token in ids.values()

@@ -21,7 +21,7 @@ from parcae.evaluation.results import (
     selected,
 )
 from parcae.evaluation.suites import SUITES
-from parcae.files import FileError, read_json, read_sealed, reading
+from parcae.files import FileError, read_json, read_lines, read_sealed
 from parcae.runs.layout import EVALUATION_FOLDER, checkpoint_path, list_steps
 
 REMEDY = "Give a folder that `parcae eval` has written, and let the evaluation finish."
@@ -173,12 +173,11 @@ def _at_all_loops(record: Record, loops: tuple[int, ...]) -> Record:
 
 def _read_samples(folder: Path) -> Iterator[Record]:
     path = folder / SAMPLES
-    with reading(path), path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                yield parse_record(line)
-            except ValueError:
-                raise FileError(f"{path}: line {number} is damaged. {REMEDY}") from None
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            yield parse_record(line.decode())
+        except ValueError:
+            raise FileError(f"{path}: line {number} is damaged. {REMEDY}") from None
 
 
 def _data_of(result: Mapping[str, Any], task: str) -> str | None:

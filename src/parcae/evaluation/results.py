@@ -16,7 +16,6 @@ file (`data` is the beginning of its SHA-256) do not count.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,10 @@ from parcae.evaluation.jobs import Job, Record, summary
 from parcae.files import (
     FileError,
     atomic_path,
+    no_link,
+    read_lines,
     read_sealed,
-    reading,
+    write_all,
     write_sealed,
     writing,
 )
@@ -150,13 +151,14 @@ class Samples:
         write_sealed(folder / SETTINGS, settings)
 
     def _read(self, path: Path, remedy: str) -> None:
-        with reading(path):
-            data = path.read_bytes()
-        complete, newline, rest = data.rpartition(b"\n")
-        if rest:  # the process was killed while it wrote
-            with writing(path):
-                os.truncate(path, len(complete) + len(newline))
-        for number, line in enumerate(complete.decode("utf-8", "replace").split("\n"), start=1):
+        complete = 0
+        for number, raw in enumerate(read_lines(path), start=1):
+            if not raw.endswith(b"\n"):  # the process was killed while it wrote
+                with writing(path), open(path, "r+b", opener=no_link) as stream:
+                    stream.truncate(complete)
+                break
+            complete += len(raw)
+            line = raw.decode("utf-8", "replace").rstrip("\n")
             if not line:
                 continue
             try:
@@ -197,8 +199,8 @@ class Samples:
             self._loops[group][index] = tuple(new["loops"])
         if self.path is not None:
             remedy = "Earlier samples are kept; free some space and start again."
-            with writing(self.path, remedy), self.path.open("a", encoding="utf-8") as stream:
-                stream.write("".join(f"{line}\n" for line in lines.values()))
+            with writing(self.path, remedy), open(self.path, "ab", 0, opener=no_link) as stream:
+                write_all(stream, "".join(f"{line}\n" for line in lines.values()).encode())
         self._lines[group].update(lines)
 
     def of(self, job: Job, loops: Sequence[int]) -> list[Record]:

@@ -22,7 +22,7 @@ from parcae.evaluation.scorer import Scorer, State, open_scorer
 from parcae.evaluation.suites import SEEDS, SUITES, Suite, SuiteOptions, check_data, check_suites
 from parcae.evaluation.tables import picture, published_scores
 from parcae.evaluation.tasks import BASELINES, Baselines
-from parcae.files import FileError, lock_folder, read_json, write_json, writing
+from parcae.files import FileError, check_links, lock_folder, read_json, write_json, writing
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.base import LanguageModel
 from parcae.runs import run_of
@@ -82,6 +82,7 @@ def evaluate(
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     overwrite: bool = False,
+    follow_links: bool = False,
     progress: Report | None = None,
 ) -> EvaluationResult:
     """Measure a model on suites of tasks and return the result.
@@ -116,6 +117,8 @@ def evaluate(
         trust_remote_code: Run the Python code that comes with a transformers model. Default: such a
             model is refused.
         overwrite: Drop earlier results in `out`.
+        follow_links: Write through symbolic links that lead out of `out`, or of the run it is in.
+            Default: such links are refused.
         progress: Called with a `Progress` before the first and after every batch.
 
     A task whose data is missing is None in the result; metrics at a number of loops where the model
@@ -154,6 +157,11 @@ def evaluate(
         baselines=baselines,
     )
     check_data(names, options.data)
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        in_model = folder.name == EVALUATION_FOLDER
+        written = [folder.name] if in_model else None
+        check_links(folder.parent if in_model else folder, written, follow_links)
     scorer = open_scorer(
         model,
         [loops] if isinstance(loops, int) else loops,
@@ -167,7 +175,6 @@ def evaluate(
     )
     report = progress or (lambda _: None)
     report(Progress(scorer.name, scorer.is_looped, scorer.loops))
-    folder = None if out is None else Path(out)
     with nullcontext() if folder is None else lock_folder(folder):
         return _evaluate(
             scorer,

@@ -21,7 +21,7 @@ from parcae import console, plotting
 from parcae.evaluation.results import EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.evaluation.tasks import FOLDERS, SHORT_KINDS, Baselines, core
-from parcae.files import reading
+from parcae.files import read_text
 
 Tree = Mapping[str, Any]
 METRICS = {
@@ -72,9 +72,7 @@ def _centre(accuracies: Scores, baselines: Baselines) -> Scores:
 
 def _read_column(path: Path, column: int) -> Scores:
     scores: Scores = {}
-    with reading(path):
-        text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
+    for line in read_text(path, errors="replace").splitlines():
         cells = line.split(",")
         try:
             scores[cells[0].strip()] = float(cells[column])

@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 
 from parcae.config import ConfigError
 from parcae.data.downloads import RemoteFile, Report, fetch, is_intact
-from parcae.files import FileError, lock_folder, reading
+from parcae.files import FileError, lock_folder, path_inside, reading
 from parcae.recipe import suggest
 
 T = TypeVar("T")
@@ -318,7 +318,7 @@ def download_tasks(
         _refuse_other_files(files, folder)
         for file in files:
             url = f"{collection.rstrip('/')}/{file.path}"
-            fetch(url, file, folder / file.path, report=report)
+            fetch(url, file, path_inside(folder, file.path), report=report)
 
 
 def _refuse_other_files(files: Sequence[RemoteFile], folder: Path) -> None:

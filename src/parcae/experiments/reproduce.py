@@ -34,7 +34,7 @@ from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
 from parcae.experiments.walks import Ladder, OneStepPerLoop
-from parcae.files import FileError, interpreting, read_json, reading, write_text
+from parcae.files import FileError, interpreting, read_json, read_text, write_text
 from parcae.recipe import build, merge
 from parcae.schema import suggest
 from parcae.sweeps.slurm import SlurmConfig, check_slurm
@@ -243,8 +243,7 @@ def _read_notes(path: Path) -> str:
     if not path.exists():
         return ""
     try:
-        with reading(path):
-            return path.read_text(encoding="utf-8")
+        return read_text(path)
     except UnicodeDecodeError:
         raise FileError(f"{path}: not UTF-8. Convert it.") from None
 

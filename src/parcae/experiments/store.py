@@ -27,6 +27,7 @@ from parcae.files import (
     interpreting,
     lock_folder,
     read_json,
+    read_text,
     write_json,
     write_text,
 )
@@ -108,7 +109,7 @@ class Store:
         for run in to_do:
             path = self._request(run).recipe
             text = write_toml(recipe_to_dict(self._with_data(run.recipe)))
-            if not path.exists() or path.read_bytes() != text.encode():  # it has no checksum
+            if not path.exists() or read_text(path, errors="replace") != text:  # no checksum
                 write_text(path, text)
         return to_do
 

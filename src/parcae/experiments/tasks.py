@@ -27,12 +27,12 @@ import torch
 
 from parcae.config import ConfigError
 from parcae.data.loader import Batch
-from parcae.files import lock_folder, write_text
+from parcae.files import check_links, lock_folder, write_text
 from parcae.machine import SpinLimiter, keep_freed_memory
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.recipe import write_toml
 from parcae.runs import TrainResult
-from parcae.runs.layout import METRICS_FILE, RECIPE_FILE
+from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, WRITTEN
 from parcae.schema import suggest
 from parcae.training.distributed import Workers, deterministic, training_device
 from parcae.training.learner import Learner
@@ -338,6 +338,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
         stack.enter_context(SpinLimiter())
         workers = Workers(training_device(recipe.run.device))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
+        check_links(out, WRITTEN)
         stack.enter_context(lock_folder(out))
         if not resume:
             _start(out, recipe)

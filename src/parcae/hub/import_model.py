@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from parcae.config import ConfigError
-from parcae.files import FileError, atomic_folder, check_new, reading
+from parcae.files import LARGEST_JSON, FileError, atomic_folder, check_new, open_file
 from parcae.model import CONFIG_FILE
 from parcae.model.store import read_model, save
 from parcae.runs.checkpoints import verify_model_folder
@@ -96,8 +96,8 @@ def _convert(source: Path, folder: Path) -> Path:
     tokenizer_files: dict[str, bytes] = {}
     for name in (*TOKENIZER_FILES, "vocab.json"):
         if (source / name).is_file():
-            with reading(source / name):
-                tokenizer_files[name] = (source / name).read_bytes()
+            with open_file(source / name, LARGEST_JSON) as stream:
+                tokenizer_files[name] = stream.read()
     with atomic_folder(folder) as new:
         save(model, new)
         for name, content in tokenizer_files.items():

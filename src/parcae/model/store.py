@@ -60,9 +60,19 @@ def save(model: LanguageModel, folder: str | Path) -> Path:
 def write_weights(weights: dict[str, Tensor], path: Path) -> None:
     """Write a file of weights; safetensors has an error of its own for a full disk."""
     try:
-        save_file(weights, path, metadata={"format": "pt"})
+        save_tensors(weights, path, {"format": "pt"})
     except SafetensorError as error:
         raise WriteError(f"{path}: could not be written ({error}).") from None
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file that others may read if the umask allows it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)  # replaces it by a file that only the user may read
+    path.chmod(mode)
 
 
 def header(config: ModelConfig) -> dict[str, Any]:

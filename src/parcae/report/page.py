@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from parcae import console, plotting
 from parcae.config import require
-from parcae.files import atomic_path, write_text
+from parcae.files import atomic_path, check_links, write_text
 from parcae.laws.fit import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
 from parcae.laws.table import TABLE_FILE
 from parcae.recipe import flatten
@@ -44,6 +44,7 @@ def write_report(
     out: str | Path | None = None,
     *,
     axis: Axis = "step",
+    follow_links: bool = False,
 ) -> Path:
     """Write a self-contained HTML page about any number of runs, and their table.
 
@@ -54,6 +55,8 @@ def write_report(
             several.
         axis: What figures over training have along x at first: "step", "tokens" or "flops". The
             page shows any of them; the PNG files have this one.
+        follow_links: Write where a symbolic link leads out of the folder that `report` is in.
+            Default: such a link is refused.
 
     Returns:
         The path of report.html.
@@ -61,8 +64,12 @@ def write_report(
     require(axis in AXES, "axis", f"{axis!r} is not known", f"Use {', '.join(AXES)}.")
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     require(bool(folders), "runs", "none is given", "Give the folder of a run.")
-    default = Path("out" if len(folders) > 1 else folders[0]) / REPORT_FOLDER
-    return write_page(*read_sources(folders), default if out is None else Path(out), axis)
+    sources = read_sources(folders)
+    if out is None:
+        folder = Path("out" if len(folders) > 1 else folders[0])
+        check_links(folder, [REPORT_FOLDER], follow_links)
+        out = folder / REPORT_FOLDER
+    return write_page(*sources, Path(out), axis)
 
 
 def write_page(

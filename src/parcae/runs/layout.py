@@ -43,6 +43,20 @@ REPORT_FOLDER = "report"
 DEPTH_FIGURE = "depth.png"
 
 CHECKPOINTS_FOLDER = "checkpoints"
+WRITTEN = (
+    ".lock",
+    RECIPE_FILE,
+    TOKENIZER_FILE,
+    DATA_FOLDER,
+    METRICS_FILE,
+    RESULT_FILE,
+    TRACKING_ID_FILE,
+    TENSORBOARD_FOLDER,
+    "wandb",
+    CHECKPOINTS_FOLDER,
+)
+"""What training writes and deletes in a run folder."""
+
 STATE_FILE = "state.json"
 OPTIMISER_FOLDER = "optimiser"
 OPTIMISER_FILE = "state.safetensors"

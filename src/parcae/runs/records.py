@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from parcae.config import ConfigError
-from parcae.files import FileError, interpreting, read_sealed, write_sealed
+from parcae.files import (
+    LARGEST_LINES,
+    FileError,
+    interpreting,
+    open_file,
+    read_lines,
+    read_sealed,
+    write_sealed,
+)
 from parcae.recipe import flatten, read_toml
 from parcae.registry import IMPORT_OPTION, import_options
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE, run_of
@@ -141,24 +149,19 @@ def read_metrics(run: str | Path) -> dict[str, list[Line]]:
     The last line may be cut off, by a process that is writing it or was killed; it is ignored.
     """
     path = Path(run) / METRICS_FILE
-    try:
-        raw = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        raw = []
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error.strerror}).") from None
-    rows = [(number, line) for number, line in enumerate(raw, 1) if line.strip()]
     kinds: dict[str, list[Line]] = {}
-    for number, line in rows:
+    problem = None
+    for number, line in enumerate(read_lines(path) if path.exists() else (), 1):
+        if not line.strip():
+            continue
+        if problem is not None:
+            raise FileError(f"{path}, {problem}. Fix or delete that line.")
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number == rows[-1][0]:
-                break
             reason = error.msg if isinstance(error, json.JSONDecodeError) else f"{error}"
-            raise FileError(
-                f"{path}, line {number}: not valid JSON ({reason}). Fix or delete that line."
-            ) from None
+            problem = f"line {number}: not valid JSON ({reason})"
+            continue
         if not isinstance(value, dict):
             raise FileError(f"{path}, line {number}: not a JSON object. Fix or delete that line.")
         kinds.setdefault(str(value.get("kind")), []).append(value)
@@ -194,7 +197,7 @@ def naming_imports(path: str | Path) -> Iterator[None]:
 def last_step(run: str | Path) -> int:
     """The last optimiser step in metrics.jsonl; 0 before the first. Reads only the file's end."""
     try:
-        with (Path(run) / METRICS_FILE).open("rb") as stream:
+        with open_file(Path(run) / METRICS_FILE, LARGEST_LINES) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - TAIL_BYTES))
             lines = stream.read().splitlines()

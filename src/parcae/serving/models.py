@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from parcae.config import ConfigError, require
 from parcae.console import format_bytes
 from parcae.data.tokenizer import Tokenizer
-from parcae.files import FileError, read_json, reading
+from parcae.files import FileError, read_json, read_text
 from parcae.infer.engine import Engine
 from parcae.infer.exit import EXIT_RULES
 from parcae.infer.request import Request
@@ -202,8 +202,7 @@ class ChatTemplate:
             config = read_json(path) if path.exists() else {}
             template = config.get("chat_template")
             if file.exists():
-                with reading(file):
-                    template = file.read_text(encoding="utf-8")
+                template = read_text(file)
             if isinstance(template, list):  # several by name
                 named = {entry["name"]: entry["template"] for entry in template}
                 template = named.get("default")

@@ -27,6 +27,7 @@ from parcae.files import (
     path_inside,
     read_json,
     read_sealed,
+    read_text,
     write_json,
     write_sealed,
     write_text,
@@ -69,6 +70,8 @@ request. `diverged`, `finished`: has a result."""
 class SweepFolder:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
+        self.follow_links = False
+        """Whether its runs may write through links that lead out of their folders."""
 
     @property
     def exists(self) -> bool:
@@ -88,7 +91,13 @@ class SweepFolder:
         return self.path / "recipes" / f"{name}.toml"
 
     def request(self, name: str) -> RunRequest:
-        return RunRequest(name, self.recipe_file(name), self.run_folder(name), self.log_file(name))
+        return RunRequest(
+            name,
+            self.recipe_file(name),
+            self.run_folder(name),
+            self.log_file(name),
+            options=("--follow-links",) if self.follow_links else (),
+        )
 
     def read_plan(self) -> tuple[PlannedRun, ...]:
         if not self.exists:
@@ -148,7 +157,7 @@ class SweepFolder:
             recipe = replace(run.recipe, data=replace(run.recipe.data, **shared))
             text = write_toml(recipe_to_dict(recipe))
             path = self.recipe_file(run.name)
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
+            if not path.exists() or read_text(path, errors="replace") != text:
                 write_text(path, text)
         return replace(data, **shared)
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from parcae.files import writing
+from parcae.files import LARGEST_LINES, no_link, open_file, writing
 from parcae.machine import cores
 from parcae.runs import FINAL_STATUSES, read_result, read_status
 from parcae.schema import require_range
@@ -121,7 +121,7 @@ def start_process(
     """Start a run in a session of its own: Ctrl-C reaches the sweep, which then asks it to stop."""
     with writing(request.log):
         request.log.parent.mkdir(parents=True, exist_ok=True)
-        log = request.log.open("ab")
+        log = open(request.log, "ab", opener=no_link)  # noqa: SIM115 (closed below)
     with log:
         return subprocess.Popen(  # noqa: S603 (this Python, no shell)
             command(request, processes),
@@ -152,7 +152,7 @@ def failure(request: RunRequest, code: int) -> str | None:
 def last_line(log: Path) -> str:
     """The last line that a run printed; empty if there is none."""
     try:
-        with log.open("rb") as stream:
+        with open_file(log, LARGEST_LINES) as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(max(0, size - 4096))
             lines = stream.read().decode("utf-8", "replace").splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import lock_folder
+from parcae.files import check_links, lock_folder
 from parcae.machine import StopSignals
 from parcae.recipe import build, from_file, recipe_path
 from parcae.runs import read_result
@@ -98,6 +98,7 @@ def sweep(
     dry_run: bool = False,
     utilisation: float | None = None,
     device_flops: str | float | None = None,
+    follow_links: bool = False,
     verbose: bool = True,
 ) -> SweepResult:
     """Train one run for each point of a grid, and collect the losses in one table.
@@ -131,6 +132,8 @@ def sweep(
         utilisation: Fraction of the device's peak speed to assume for estimates of time. Default:
             steps of small models are measured; 0.4 for others.
         device_flops: Peak speed of one device for estimates: FLOP/s, or a name such as h100.
+        follow_links: Write through symbolic links that lead out of the folder of the sweep or of a
+            run. Default: such links are refused.
         verbose: Print the plan and the progress.
 
     Returns:
@@ -148,6 +151,7 @@ def sweep(
     )
     cluster = _slurm_config(slurm, workers, dry_run)
     folder, planned = _plan(recipe, out, grid, overrides or {})
+    folder.follow_links = follow_links
     runner = _Runner(
         folder=folder,
         runs=folder.read_plan() if planned is None else folder.extended(planned),
@@ -162,6 +166,7 @@ def sweep(
     if dry_run:
         runner.show_plan()
         return runner.result()
+    check_links(folder.path, follow_links=follow_links)
     with lock_folder(folder.path):
         if planned is not None:
             runner.runs = folder.extended(planned)  # another process may have extended it

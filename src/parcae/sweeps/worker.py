@@ -1,7 +1,7 @@
 """One run of a sweep in its own process, which becomes `parcae train`: from the recipe, or with
 --resume if the run's folder holds a started run.
 
-    python -m parcae.sweeps.worker PARENT PROCESSES RECIPE.toml RUN MODULE
+    python -m parcae.sweeps.worker PARENT PROCESSES RECIPE.toml RUN MODULE [OPTION...]
 
 Imports little: torch is loaded only once the process has been replaced.
 """
@@ -32,12 +32,14 @@ class RunRequest:
     log: Path
     module: str = "parcae"
     """What trains it: `python -m MODULE train RECIPE --out RUN`, or `train --resume RUN`."""
+    options: tuple[str, ...] = ()
+    """More options of that command."""
 
 
 def command(request: RunRequest, processes: int = 1) -> list[str]:
     """The command line that a launcher starts as its child process."""
     numbers = [str(os.getpid()), str(processes)]
-    arguments = [*numbers, str(request.recipe), str(request.run), request.module]
+    arguments = [*numbers, str(request.recipe), str(request.run), request.module, *request.options]
     return [sys.executable, "-m", "parcae.sweeps.worker", *arguments]
 
 
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
     training = [str(recipe), "--out", str(run)] if new else ["--resume", str(run)]
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     arguments = ["-m", *(torchrun if processes > 1 else []), module, "train", *training]
-    os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606 (this Python, no shell)
+    os.execv(sys.executable, [sys.executable, *arguments, *argv[5:]])  # noqa: S606 (this Python, no shell)
 
 
 def wait_until_free(run: Path) -> None:

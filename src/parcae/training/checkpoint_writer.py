@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -31,8 +30,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from parcae.files import FileError, flush, write_json
+from parcae.files import FileError, flush, remove, write_json
 from parcae.model import CONFIG_FILE, WEIGHTS_FILE
+from parcae.model.store import save_tensors
 from parcae.runs.checkpoints import (
     best_checkpoint,
     list_checkpoints,
@@ -79,7 +79,7 @@ class CheckpointWriter:
         """The step of the last checkpoint that was saved or loaded."""
         if workers.is_first:  # it holds the lock of the run folder
             for path in hidden_checkpoints(run):
-                shutil.rmtree(path, ignore_errors=True)
+                remove(path)
 
     def save(self, snapshot: Snapshot) -> None:
         """Copy now, write in the background. Waits for the previous one, and raises its error.
@@ -128,7 +128,7 @@ class CheckpointWriter:
             flush(hidden.parent)
             self._prune()
         except (OSError, SafetensorError, CheckpointException) as error:
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(hidden)
             reason = getattr(error, "strerror", None) or str(error).strip()
             raise FileError(
                 f"{checkpoint_path(self.run, snapshot.step)}: the checkpoint could not be written "
@@ -145,7 +145,7 @@ class CheckpointWriter:
             if path not in kept:
                 hidden = hidden_path(self.run, step_of(path))
                 path.rename(hidden)  # never half a folder under a valid name
-                shutil.rmtree(hidden, ignore_errors=True)
+                remove(hidden)
 
     def latest(self) -> tuple[int, list[str]] | None:
         """The newest step whose checksums all match, and what is wrong with later ones."""
@@ -167,7 +167,7 @@ class CheckpointWriter:
             for later in list_steps(self.run):
                 if later > step:
                     aside = damaged_path(self.run, later)
-                    shutil.rmtree(aside, ignore_errors=True)
+                    remove(aside)
                     checkpoint_path(self.run, later).rename(aside)
 
     def load(
@@ -213,9 +213,11 @@ def _whole_writer(
     folder: Path, weights: dict[str, Tensor], optimiser: dict[str, Tensor]
 ) -> Callable[[], None]:
     def write() -> None:
-        (folder / OPTIMISER_FOLDER).mkdir(parents=True, exist_ok=True)
-        save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        save_file(optimiser, folder / OPTIMISER_FOLDER / OPTIMISER_FILE)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir()
+        (folder / OPTIMISER_FOLDER).mkdir()
+        save_tensors(weights, folder / WEIGHTS_FILE, {"format": "pt"})
+        save_tensors(optimiser, folder / OPTIMISER_FOLDER / OPTIMISER_FILE)
 
     return write
 

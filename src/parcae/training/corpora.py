@@ -27,7 +27,14 @@ from parcae.data.loader import (
 )
 from parcae.data.preparation import prepare
 from parcae.data.readers import unsplit_note
-from parcae.data.shards import MANIFEST, SOURCES, ShardedDocuments, fingerprint, read_manifest
+from parcae.data.shards import (
+    LARGEST_LIST,
+    MANIFEST,
+    SOURCES,
+    ShardedDocuments,
+    fingerprint,
+    read_manifest,
+)
 from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
@@ -206,7 +213,9 @@ def check_moved(recipe: Recipe, before: Recipe, run: Path) -> None:
             except FileError:
                 continue  # it is gone, and the run does not need it
             with interpreting(folder / SOURCES, "Was it edited?"):
-                trained_on = [entry["sha256"] for entry in read_json(folder / SOURCES)]
+                trained_on = [
+                    entry["sha256"] for entry in read_json(folder / SOURCES, LARGEST_LIST)
+                ]
             require(
                 digests == trained_on,
                 "data.sources",

@@ -21,7 +21,16 @@ from rich.text import Text
 
 from parcae import console
 from parcae.config import ConfigError
-from parcae.files import FileError, nan_to_none, reading, write_all, write_text
+from parcae.files import (
+    FileError,
+    nan_to_none,
+    no_link,
+    read_lines,
+    read_text,
+    write_all,
+    write_text,
+    writing,
+)
 from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
 
@@ -39,10 +48,8 @@ class Log:
         self.trackers = list(trackers)
         if self.path.exists():
             keep_until(self.path, step)
-        try:
-            self._stream: IO[bytes] = self.path.open("ab", buffering=0)
-        except OSError as error:
-            raise FileError(f"{self.path}: cannot be written ({error.strerror}).") from None
+        with writing(self.path):
+            self._stream: IO[bytes] = open(self.path, "ab", 0, opener=no_link)  # noqa: SIM115
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         line = json.dumps({"kind": kind, "step": step, **nan_to_none(values)}, allow_nan=False)
@@ -72,14 +79,10 @@ class Log:
 def keep_until(path: Path, step: int) -> None:
     """Remove the lines after `step`, and a last line that was cut off."""
     kept = []
-    with reading(path):
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for line in lines:
-        try:
+    for line in read_lines(path):
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue
+                kept.append(line.decode().rstrip("\n") + "\n")
     write_text(path, "".join(kept))
 
 
@@ -133,7 +136,7 @@ def _identity(folder: Path) -> str:
     path = folder / TRACKING_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(8))
-    return path.read_text(encoding="utf-8")
+    return read_text(path, largest=1000)
 
 
 class Trackio:

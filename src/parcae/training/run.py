@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from parcae.config import ConfigError, require
-from parcae.files import FileError, interpreting, write_text
+from parcae.files import FileError, interpreting, read_text, write_text
 from parcae.recipe import flatten, merge, write_toml
 from parcae.registry import import_options
 from parcae.runs import TrainResult, find_run
@@ -71,6 +70,7 @@ def train(
     out: str | Path | None = None,
     resume: bool = False,
     start_from: str | Path | None = None,
+    follow_links: bool = False,
     **overrides: Any,
 ) -> TrainResult:
     """Train a model into the run folder `out`, and return the result.
@@ -79,9 +79,10 @@ def train(
     tables, or a `Recipe`. With `resume` the run in `out` continues from its newest intact
     checkpoint; `recipe` may then be the run folder itself. `start_from`, anything that
     `parcae.load` takes, gives a new run its weights, model and tokenizer; optimiser, schedule and
-    data are new. Keyword arguments are tables over the recipe:
-    `train("demo", out="runs/a", budget={"steps": 100})`. `out` is runs/<name of the recipe> by
-    default.
+    data are new. A run folder with symbolic links that lead out of it, such as one whose `data` was
+    moved to another disk, is written to only with `follow_links`. Keyword arguments are tables over
+    the recipe: `train("demo", out="runs/a", budget={"steps": 100})`. `out` is
+    runs/<name of the recipe> by default.
     """
     if start_from is not None:
         message = "a resumed run continues from its own weights"
@@ -99,7 +100,7 @@ def train(
         recipe = resolve_recipe(recipe, overrides)
     from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
 
-    return train_recipe(recipe, Path(out), resume)
+    return train_recipe(recipe, Path(out), resume, follow_links)
 
 
 def was_restarted(run: Path) -> bool:
@@ -129,6 +130,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
     A run that never reached its first step starts again, without what was prepared for another
     recipe. Returns the recipe as it was written. `report` is called before each long operation.
     """
+    from parcae.data.preparation import remove_prepared
     from parcae.training.corpora import check_sources, prepare_corpora
 
     if (run / METRICS_FILE).exists():
@@ -139,7 +141,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
     check_sources(recipe)
     recipe = with_recorded_start(recipe)
     text, path = _recipe_text(recipe), run / RECIPE_FILE
-    before = path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    before = read_text(path, errors="replace") if path.exists() else None
     if before is None or not before.startswith(HEADER):
         for name in (RECIPE_FILE, TOKENIZER_FILE, DATA_FOLDER, CHECKPOINTS_FOLDER, RESULT_FILE):
             if (run / name).exists():
@@ -148,7 +150,7 @@ def start_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Recip
                 )
     elif before != text:
         for folder in (run / DATA_FOLDER).glob("[0-9]*"):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_prepared(folder)
         (run / TOKENIZER_FILE).unlink(missing_ok=True)
     write_text(path, text)
     prepare_corpora(recipe, run, report)
@@ -160,6 +162,7 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
 
     It is compared with that of the newest checkpoint, so that recipe.toml may have been edited.
     """
+    from parcae.data.preparation import remove_prepared
     from parcae.training.corpora import check_moved, check_same_data, open_corpora, prepare_corpora
 
     state = last_state(run)
@@ -175,7 +178,7 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
                 check_same_data(corpora, state["sources"], run)
         except (ConfigError, FileError):
             for folder in set((run / DATA_FOLDER).glob("[0-9]*")) - copies:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_prepared(folder)
             raise
     write_text(run / RECIPE_FILE, _recipe_text(recipe))
     return recipe

@@ -16,12 +16,12 @@ import torch
 from parcae.config import ConfigError
 from parcae.device import check_compiler
 from parcae.evaluation.loss import Loss, LossByLoops
-from parcae.files import FileError, interpreting, lock_folder, nan_to_none, number
+from parcae.files import FileError, check_links, interpreting, lock_folder, nan_to_none, number
 from parcae.machine import SpinLimiter, StopSignals, keep_freed_memory
 from parcae.model.flops import parameter_count
 from parcae.recipe import to_dict
 from parcae.registry import imported_files
-from parcae.runs.layout import STATE_FILE, checkpoint_path
+from parcae.runs.layout import STATE_FILE, WRITTEN, checkpoint_path
 from parcae.runs.records import IMPORTED, RunStatus, TrainResult, recorded_imports
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, open_corpora
@@ -45,7 +45,9 @@ STOPPING = (
 )
 
 
-def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
+def train_recipe(
+    recipe: Recipe, out: Path, resume: bool = False, follow_links: bool = False
+) -> TrainResult:
     """Train into the run folder `out`, and return the result, which is also in result.json.
 
     All processes of a run call this; `parcae.train` is the public call.
@@ -66,6 +68,7 @@ def train_recipe(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult
                 try:
                     if recipe.run.compile:
                         check_compiler(workers.device, "run.compile")
+                    check_links(out, WRITTEN, follow_links)
                     stack.enter_context(lock_folder(out))
                     recipe = (resume_run if resume else start_run)(out, recipe, display.print)
                 except (ConfigError, OSError) as error:
