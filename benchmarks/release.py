@@ -43,12 +43,17 @@ from parcae.model.release_format import our_name
 
 ROWS = (1, 16)
 LOOPS = 8
+RELEASE_STEPS = {
+    "release": train_step.How("theirs", keeps_freed_memory=False),
+    "release, freed memory kept": train_step.How("theirs"),
+    "release, compiled, freed memory kept": train_step.How("theirs", compiled=True),
+    "release, bfloat16 autocast, freed memory kept": train_step.How("theirs_in_bfloat16"),
+}
 STEPS = (
-    "release",
-    "release, freed memory kept",
-    "release, compiled, freed memory kept",
+    *RELEASE_STEPS,
     "ours, eager",
     "ours, compiled",
+    "ours, bfloat16, compiled",
 )
 TOLERANCE = 1e-4
 """Largest difference, relative to the largest value, that 20 layers in float32 may cause."""
@@ -209,13 +214,13 @@ def compare_decoding(folder: Path, arguments: argparse.Namespace) -> dict[str, A
 class ReleaseStep(train_step.Step):
     """A step of the release's model, on the tokens of all steps."""
 
-    def __init__(self, folder: Path, shape: train_step.Shape, *, compiled: bool = False) -> None:
-        super().__init__(shape)
+    def __init__(self, folder: Path, shape: train_step.Shape, how: train_step.How) -> None:
+        super().__init__(shape, how._replace(compiled=False))
         assert isinstance(self.model, LoopedModel)
         decode.filled(self.model)
         self.release = open_release(folder, self.model).train()
         self.release._sample_batch_depths = torch.compiler.disable(lambda *_: self.depths)
-        self.forward = torch.compile(self.release) if compiled else self.release
+        self.forward = torch.compile(self.release) if how.compiled else self.release
         self.optimiser = torch.optim.AdamW(self.release.parameters(), lr=1e-4, fused=True)
 
     def loss(self, depths: Depths) -> Tensor:
@@ -224,6 +229,11 @@ class ReleaseStep(train_step.Step):
 
     def theirs(self, depths: Depths) -> None:
         self.run(self.loss(depths))
+
+    def theirs_in_bfloat16(self, depths: Depths) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss(depths)
+        self.run(loss)
 
     def compare(self, depths: Depths) -> None:
         """Compare the loss and every gradient with ours."""
@@ -243,20 +253,17 @@ class ReleaseStep(train_step.Step):
 def serve(
     folder: Path, name: str, shape: train_step.Shape, clock: train_step.Clock, pipe: Connection
 ) -> None:
-    if name.startswith("ours"):
+    if name not in RELEASE_STEPS:
         train_step.serve(name, shape, clock, pipe)
         return
     clock.set_threads()
-    if "kept" in name:
-        keep_freed_memory()
-    step = ReleaseStep(folder, shape, compiled="compiled" in name)
-    train_step.take_turns(step.theirs, shape, clock, pipe)
+    train_step.take_turns(ReleaseStep(folder, shape, RELEASE_STEPS[name]), shape, clock, pipe)
 
 
 def compare_training(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     shape, clock = train_step.Shape(), train_step.Clock(arguments.cpu_time, arguments.threads)
     torch.manual_seed(0)
-    ReleaseStep(folder, shape).compare(train_step.draws(shape)[0])
+    ReleaseStep(folder, shape, RELEASE_STEPS["release"]).compare(train_step.draws(shape)[0])
     names = [name for name in STEPS if not (arguments.no_compile and "compiled" in name)]
     result = train_step.time_steps(
         names, shape, clock, arguments.repetitions, partial(serve, folder)

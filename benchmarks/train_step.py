@@ -8,8 +8,8 @@ All do forward, backward and a fused AdamW step on the same weights, tokens and 
 process of its own, taking turns. The plain
 version (reference.py, eager) loops every row to the batch's maximum, computes B e and the
 value embeddings in every loop, and sees all logits at once. Ours runs as a user would run it,
-compiled; eager is printed too, with what each of its parts contributes. The peak memory is taken
-in processes of their own, at a vocabulary of 32,768.
+compiled; eager is printed too, with what each of its parts contributes, and both in bfloat16. The
+peak memory is taken in processes of their own, at a vocabulary of 32,768.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from parcae.model.depth import Depths, sample
 from parcae.model.looped import LoopedModel
 
 DRAWS = 3
-PRESET = "parcae-10m"
 GRID = (
     *((rows, 128, loops) for rows in (4, 16, 64) for loops in (2, 8, 16)),
     *((rows, 512, loops) for rows in (4, 16) for loops in (2, 8)),
@@ -55,28 +54,44 @@ class Shape(NamedTuple):
     rows: int = 32
     length: int = 128
     mean_loops: int = 8
+    preset: str = "parcae-10m"
 
     def config(self, **changes: Any) -> parcae.ModelConfig:
-        length = max(self.length, parcae.preset(PRESET).context_length)
+        length = max(self.length, parcae.preset(self.preset).context_length)
         loop = {"mean_loops": self.mean_loops}
-        return parcae.preset(PRESET, {"context_length": length, "loop": loop, **changes})
+        return parcae.preset(self.preset, {"context_length": length, "loop": loop, **changes})
+
+
+class How(NamedTuple):
+    """How a candidate takes a step."""
+
+    method: str
+    """Of `Step`."""
+    compiled: bool = False
+    keeps_freed_memory: bool = True
 
 
 class Step:
     """Everything one candidate needs: its own weights and optimiser, the common batches."""
 
-    def __init__(self, shape: Shape, *, vocab: int | None = None, compiled: bool = False) -> None:
+    def __init__(self, shape: Shape, how: How, vocab: int | None = None) -> None:
+        self.how = how
+        if how.keeps_freed_memory:
+            keep_freed_memory()
         self.rows = shape.rows
         config = shape.config() if vocab is None else shape.config(vocab_size=vocab)
         self.model = parcae.create(config)
         assert isinstance(self.model, LoopedModel)
-        if compiled:
+        if how.compiled:
             self.model.compile_layers()
         self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(0)
         size = (2, shape.rows, shape.length)
         self.tokens, self.targets = torch.randint(config.vocab_size, size, generator=generator)
         self.state = torch.zeros(shape.rows, shape.length, config.core_block.width)
+
+    def __call__(self, depths: Depths) -> None:
+        getattr(self, self.how.method)(depths)
 
     def run(self, loss: Tensor) -> None:
         loss.backward()
@@ -85,6 +100,11 @@ class Step:
 
     def ours(self, depths: Depths) -> None:
         self.run(self.model(self.tokens, self.targets, loops=depths, state=self.state).loss)
+
+    def ours_in_bfloat16(self, depths: Depths) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.model(self.tokens, self.targets, loops=depths, state=self.state).loss
+        self.run(loss)
 
     def all_logits(self, depths: Depths) -> None:
         logits = self.model(self.tokens, loops=depths, state=self.state).logits
@@ -96,6 +116,11 @@ class Step:
 
     def plain(self, depths: Depths) -> None:
         self.run(reference.forward(self.model, self.tokens, self.targets, depths, self.state))
+
+    def plain_in_bfloat16(self, depths: Depths) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = reference.forward(self.model, self.tokens, self.targets, depths, self.state)
+        self.run(loss)
 
 
 def draws(shape: Shape) -> list[Depths]:
@@ -111,14 +136,16 @@ def draws(shape: Shape) -> list[Depths]:
 
 
 CANDIDATES = {
-    # name: (method of Step, compiled, freed memory is kept)
-    "plain": ("plain", False, False),
-    "plain, freed memory kept": ("plain", False, True),
-    "ours, eager": ("ours", False, True),
-    "  looping every row to the maximum": ("every_row_to_the_maximum", False, True),
-    "  with all logits at once": ("all_logits", False, True),
-    "  without keeping freed memory": ("ours", False, False),
-    "ours, compiled": ("ours", True, True),
+    "plain": How("plain", keeps_freed_memory=False),
+    "plain, freed memory kept": How("plain"),
+    "plain, bfloat16 autocast": How("plain_in_bfloat16"),
+    "ours, eager": How("ours"),
+    "  looping every row to the maximum": How("every_row_to_the_maximum"),
+    "  with all logits at once": How("all_logits"),
+    "  without keeping freed memory": How("ours", keeps_freed_memory=False),
+    "ours, bfloat16": How("ours_in_bfloat16"),
+    "ours, compiled": How("ours", compiled=True),
+    "ours, bfloat16, compiled": How("ours_in_bfloat16", compiled=True),
 }
 
 
@@ -138,11 +165,8 @@ class Clock(NamedTuple):
 
 def serve(name: str, shape: Shape, clock: Clock, pipe: Connection) -> None:
     """A process of its own for each candidate, so that no heap disturbs another."""
-    method, compiled, keep = CANDIDATES[name]
     clock.set_threads()
-    if keep:
-        keep_freed_memory()
-    take_turns(getattr(Step(shape, compiled=compiled), method), shape, clock, pipe)
+    take_turns(Step(shape, CANDIDATES[name]), shape, clock, pipe)
 
 
 def take_turns(
@@ -213,7 +237,7 @@ def time_steps(
 def print_steps(result: dict[str, Any], shape: Shape) -> None:
     """The table of `time_steps`."""
     print(
-        f"{PRESET}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
+        f"{shape.preset}, {shape.rows} rows of {shape.length}, mean depth {shape.mean_loops}, "
         f"{DRAWS} draws of depths"
     )
     print(f"best matrix products: {result['gemm_gflops']:.0f} GFLOP/s")
@@ -242,20 +266,18 @@ def print_grid(
     return results
 
 
-def profile(compiled: bool) -> dict[str, float]:
+def profile(name: str, shape: Shape) -> dict[str, float]:
     """Shares of a step's time by kind of work, from PyTorch's profiler."""
-    keep_freed_memory()
-    shape = Shape()
-    step = Step(shape, compiled=compiled)
+    step = Step(shape, CANDIDATES[name])
     depths = draws(shape)[0]
     for _ in range(3):
-        step.ours(depths)
+        step(depths)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step.ours(depths)
+        step(depths)
     shares = dict.fromkeys(("matrix products", "attention", "everything else"), 0.0)
     for event in profiler.key_averages():
         is_product = event.key in ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
-        kind = "attention" if "scaled_dot_product" in event.key else "everything else"
+        kind = "attention" if "attention" in event.key else "everything else"
         shares["matrix products" if is_product else kind] += event.self_cpu_time_total
     total = sum(shares.values())
     return {kind: time_spent / total for kind, time_spent in shares.items()}
@@ -270,12 +292,10 @@ def peak_memory(name: str) -> float:
 
 
 def print_own_peak(name: str) -> None:
-    if name != "plain":
-        keep_freed_memory()
     shape = Shape()
-    step = Step(shape, vocab=MEMORY_VOCABULARY, compiled=name == "ours, compiled")
+    step = Step(shape, CANDIDATES[name], vocab=MEMORY_VOCABULARY)
     for depths in draws(shape)[:2]:
-        (step.plain if name == "plain" else step.ours)(depths)
+        step(depths)
     status = Path("/proc/self/status").read_text()  # getrusage would include the parent's peak
     print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) / 1024)  # pyright: ignore
 
@@ -287,35 +307,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--profile", action="store_true", help="only say where a step's time goes")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="time these, in this order")
+    parser.add_argument("--preset", default=Shape().preset)
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="ours, compiled",
+        choices=CANDIDATES,
+        help="only say where a step's time goes",
+    )
     parser.add_argument("--grid", action="store_true", help="only the table over shapes")
-    parser.add_argument("--shape", type=int, nargs=3, help="a row of the table: rows length loops")
+    parser.add_argument("--shape", type=int, nargs=3, help="rows length loops")
     parser.add_argument("--threads", type=int, help="(default: PyTorch's)")
     parser.add_argument("--cpu-time", action="store_true", help="CPU time instead of the clock")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     clock = Clock(arguments.cpu_time, arguments.threads)
     clock.set_threads()
+    shape = Shape(*(arguments.shape or ()), preset=arguments.preset)
     if arguments.profile:
-        for kind, share in profile(not arguments.no_compile).items():
+        for kind, share in profile(arguments.profile, shape).items():
             print(f"{kind:20}{share:6.0%}")
         return
-    if arguments.grid or arguments.shape:
-        given = [arguments.shape] if arguments.shape else GRID
+    if arguments.grid:
         names = ["ours, eager", *([] if arguments.no_compile else ["ours, compiled"])]
-        grid = print_grid([Shape(*one) for one in given], names, clock, arguments.repetitions)
+        grid = print_grid([Shape(*one) for one in GRID], names, clock, arguments.repetitions)
         if arguments.out:
             arguments.out.write_text(json.dumps(grid, indent=2) + "\n")
         return
-    names = [name for name in CANDIDATES if not (arguments.no_compile and "compiled" in name)]
-    shape = Shape()
+    names = arguments.only or [
+        name for name in CANDIDATES if not (arguments.no_compile and "compiled" in name)
+    ]
     result = time_steps(names, shape, clock, arguments.repetitions)
     print_steps(result, shape)
-    names = ["plain", "ours, eager", *([] if arguments.no_compile else ["ours, compiled"])]
-    memory = {name: peak_memory(name) for name in names}
+    memory = {name: peak_memory(name) for name in names if not name.startswith(" ")}
     print(f"peak memory at a vocabulary of {MEMORY_VOCABULARY:,}:")
     for name, mib in memory.items():
-        print(f"{name:38}{mib:7.0f} MiB{mib / memory['plain']:9.2f}x")
+        print(f"{name:38}{mib:7.0f} MiB{mib / memory[names[0]]:9.2f}x")
     result["peak_mib"] = memory
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")

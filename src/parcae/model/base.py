@@ -13,14 +13,12 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, rope_table
 from parcae.model.depth import Depths, as_depths, sample
+from parcae.model.precision import autocast_dtype, chunked_cross_entropy, matrix
 
-MIXED_LOSS_CHUNK = 8192
-"""As `loss_chunk`, under autocast: accelerators are faster with larger products."""
 IGNORED_TARGET = -100
 
 LoopRequest = int | Sequence[int] | Tensor | Depths | Literal["sample"] | None
@@ -30,6 +28,11 @@ def loss_chunk(vocab_size: int) -> int:
     """Positions whose logits are in memory at once while a loss is computed: 16 MiB of logits, but
     64 to 512 positions. That is as fast as any number, and faster than all at once."""
     return min(512, max(64, (1 << 22) // vocab_size))
+
+
+def mixed_loss_chunk(kind: str) -> int:
+    """As `loss_chunk`, under autocast: accelerators are faster with larger products."""
+    return 512 if kind == "cpu" else 8192
 
 
 @dataclass(frozen=True)
@@ -120,10 +123,13 @@ class LanguageModel(nn.Module, ABC):
     def values(self, tokens: Tensor, first_layer: int, layers: int) -> list[Tensor | None]:
         """The value embeddings of each layer of a stack, or None; the same in all loops."""
         keys = (str(first_layer + i) for i in range(layers))
-        return [self.value_tables[k](tokens) if k in self.value_tables else None for k in keys]
+        dtype = autocast_dtype(tokens.device) or self.embed.weight.dtype
+        tables = self.value_tables
+        return [tables[k](tokens).to(dtype) if k in tables else None for k in keys]
 
     def rope(self, length: int, head_dim: int) -> Rope:
-        return rope_table(length, head_dim, self.config.rope_theta, self.device)
+        dtype = autocast_dtype(self.device) or torch.float32
+        return rope_table(length, head_dim, self.config.rope_theta, self.device, dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits from the normalised output of the last layer."""
@@ -132,31 +138,23 @@ class LanguageModel(nn.Module, ABC):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, computed in chunks, so that all logits are never in memory at once.
 
-        In float32 like the logits. Under autocast only the head's product is in bfloat16: a loss
-        near 8 rounded to it would lie on a grid of 0.03.
+        In float32 like the logits. In mixed precision only the head's product is in bfloat16: a
+        loss near 8 rounded to it would lie on a grid of 0.03.
         """
-        kind = x.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return self._mixed_precision_loss(x.flatten(0, 1), targets.flatten().long())
+        x, targets = x.flatten(0, 1), targets.flatten().long()
+        if (dtype := autocast_dtype(x.device)) is not None:
+            chunk = mixed_loss_chunk(x.device.type)
+            weight = matrix(self.unembedding, dtype)
+            return chunked_cross_entropy(x.to(dtype), weight, targets, IGNORED_TARGET, chunk)
         chunk = loss_chunk(self.config.vocab_size)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         return F.linear_cross_entropy(
-            x.flatten(0, 1).float(),
+            x.float(),
             self.unembedding.float(),
-            targets.flatten().long(),
+            targets,
             ignore_index=IGNORED_TARGET,
             options=options,
         )
-
-    def _mixed_precision_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        def chunk_loss(x: Tensor, targets: Tensor) -> Tensor:
-            logits = F.linear(x, self.unembedding).float()
-            return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED_TARGET)
-
-        size = MIXED_LOSS_CHUNK
-        pairs = zip(x.split(size), targets.split(size), strict=True)
-        losses = [checkpoint(chunk_loss, *pair, use_reentrant=False) for pair in pairs]
-        return torch.stack(losses).sum() / (targets != IGNORED_TARGET).sum()  # type: ignore
 
     def resolve_loops(
         self, loops: LoopRequest, rows: int, generator: torch.Generator | None = None

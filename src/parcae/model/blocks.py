@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import BlockShape, ModelConfig
+from parcae.model.attention import attention
+from parcae.model.precision import Matrix, autocast_dtype, linear, matrix
 
 GATE_CHANNELS = 32
 """A value embedding's gate reads this many channels of the block's input."""
@@ -26,20 +28,56 @@ class Rope(NamedTuple):
     sin: Tensor
 
 
-def rope_table(length: int, head_dim: int, theta: float, device: torch.device) -> Rope:
+def rope_table(
+    length: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Rope:
     frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     angles = torch.outer(torch.arange(length, device=device).float(), frequencies)[:, None]
-    return Rope(angles.cos(), angles.sin())
+    return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
 
 
 def rotate(x_BSHE: Tensor, rope: Rope) -> Tensor:
     """Rotate each pair of channels by an angle proportional to the position.
 
-    The first halves of all pairs come first, then the second halves: contiguous, so it is fast.
+    Computed in the table's dtype. The first halves of all pairs come first, then the second halves:
+    contiguous, so it is fast.
     """
-    first, second = x_BSHE.float().chunk(2, dim=-1)
+    first, second = x_BSHE.to(rope.cos.dtype).chunk(2, dim=-1)
     turned = (first * rope.cos - second * rope.sin, second * rope.cos + first * rope.sin)
     return torch.cat(turned, dim=-1).to(x_BSHE.dtype)
+
+
+class BlockWeights(NamedTuple):
+    """What the products of a block use, prepared once for all its loops; None: call the layer."""
+
+    qkv: Matrix
+    out: Matrix | None = None
+    gate: Matrix | None = None
+    fc: Matrix | None = None
+    proj: Matrix | None = None
+
+    def detach(self) -> BlockWeights:
+        return BlockWeights(*(None if x is None else x.detach() for x in self))  # pyright: ignore
+
+
+def layer_matrix(layer: nn.Linear | None, dtype: torch.dtype | None) -> Matrix | None:
+    """A layer's weight, with a copy in `dtype` unless the layer is an adapter that must be called.
+
+    None without a `dtype`.
+    """
+    if layer is None or dtype is None:
+        return None
+    return matrix(layer.weight, dtype) if _is_plain_linear(layer) else Matrix(layer.weight)
+
+
+def layer_output(layer: nn.Linear, x: Tensor, weight: Matrix | None) -> Tensor:
+    if weight is None:
+        return layer(x)
+    return layer(x.to(weight.weight.dtype)) if weight.copy is None else linear(x, weight)
 
 
 class Attention(nn.Module):
@@ -68,16 +106,20 @@ class Attention(nn.Module):
         return torch.cat((pairs.transpose(1, 2).reshape_as(qk), self.v.weight))
 
     def project(
-        self, z_BSD: Tensor, rope: Rope, value: Tensor | None, weight: Tensor | None = None
+        self,
+        z_BSD: Tensor,
+        rope: Rope,
+        value: Tensor | None,
+        weights: BlockWeights | None = None,
     ) -> tuple[Tensor, ...]:
         """Queries [B, H, S, E], keys and values [B, K, S, E]."""
+        weights = BlockWeights(Matrix(self.fused_weight())) if weights is None else weights
         H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
-        weight = self.fused_weight() if weight is None else weight
-        qkv = F.linear(z_BSD, weight).unflatten(-1, (-1, E))
+        qkv = linear(z_BSD, weights.qkv).unflatten(-1, (-1, E))
         qk, v = qkv.split((H + K, K), dim=2)
         if self.gate is not None and value is not None:
-            gate = 2.0 * torch.sigmoid(self.gate(z_BSD[..., : self.gate.in_features]))
-            v = v + gate[..., None] * value.unflatten(-1, (-1, E))
+            gate = layer_output(self.gate, z_BSD[..., : self.gate.in_features], weights.gate)
+            v = v + (2.0 * torch.sigmoid(gate))[..., None] * value.unflatten(-1, (-1, E))
         qk = rotate(qk, rope)
         if self.qk_norm:
             qk = F.rms_norm(qk, (E,), eps=QK_NORM_EPS)
@@ -89,25 +131,23 @@ class Attention(nn.Module):
         z_BSD: Tensor,
         rope: Rope,
         value: Tensor | None = None,
-        weight: Tensor | None = None,
+        weights: BlockWeights | None = None,
     ) -> Tensor:
-        """`weight` is `fused_weight()`, which callers that loop compute once."""
-        q, k, v = self.project(z_BSD, rope, value, weight)
-        grouped = self.shape.kv_heads != self.shape.heads
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        return self.out(y.transpose(1, 2).flatten(2))
+        y = attention(*self.project(z_BSD, rope, value, weights)).transpose(1, 2).flatten(2)
+        return layer_output(self.out, y, weights and weights.out)
 
 
 class SquaredReluLinear(torch.autograd.Function):
     """Linear layer on 0.5 relu(x)^2. Only x is kept for the backward, which squares it again: the
-    square would be a sixth of all that a block keeps. Under autocast x is in bfloat16, and the
-    weight is cast where it is used, so that no copy of it is kept either."""
+    square would be a sixth of all that a block keeps. Without a `copy` of the weight in the dtype
+    of x, it is cast where it is used, so that no copy is kept under autocast either."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.relu().square().mul_(0.5), weight.to(x.dtype))
+    def forward(x: Tensor, weight: Tensor, copy: Tensor | None = None) -> Tensor:
+        copy = weight.to(x.dtype) if copy is None else copy
+        return F.linear(x.relu().square().mul_(0.5), copy)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
@@ -115,17 +155,17 @@ class SquaredReluLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
+        x, weight, copy = ctx.saved_tensors
         rectified = x.relu()
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = (gradient @ weight.to(x.dtype)).mul_(rectified)
+            of_x = (gradient @ (weight.to(x.dtype) if copy is None else copy)).mul_(rectified)
         if ctx.needs_input_grad[1]:
             # Not as in the forward: the compiler would recognise the product, and keep that one.
             squared = (0.5 * rectified).mul_(rectified)
             rows = gradient.reshape(-1, gradient.shape[-1])
             of_weight = (rows.T @ squared.reshape(-1, squared.shape[-1])).to(weight.dtype)
-        return of_x, of_weight
+        return of_x, of_weight, None
 
 
 class MLP(nn.Module):
@@ -138,14 +178,15 @@ class MLP(nn.Module):
         self.fc = nn.Linear(shape.width, rows, bias=False)
         self.proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.fc(x)
+    def forward(self, x: Tensor, fc: Matrix | None = None, proj: Matrix | None = None) -> Tensor:
+        hidden = layer_output(self.fc, x, fc)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
-            return self.proj(F.silu(gate) * up)
+            return layer_output(self.proj, F.silu(gate) * up, proj)
         if not _is_plain_linear(self.proj):
-            return self.proj(0.5 * hidden.relu().square())
-        return SquaredReluLinear.apply(hidden, self.proj.weight)  # pyright: ignore[reportReturnType]
+            return layer_output(self.proj, 0.5 * hidden.relu().square(), proj)
+        weight, copy = Matrix(self.proj.weight) if proj is None else proj
+        return SquaredReluLinear.apply(hidden, weight, copy)  # pyright: ignore[reportReturnType]
 
 
 def _is_plain_linear(module: nn.Module) -> bool:
@@ -172,13 +213,26 @@ class Block(nn.Module):
             self.norm_after_attn = nn.RMSNorm(shape.width, eps=config.norm_eps)
             self.norm_after_mlp = nn.RMSNorm(shape.width, eps=config.norm_eps)
 
+    def weights(self) -> BlockWeights:
+        """Weights for `forward`, which callers that loop compute once."""
+        attn, mlp = self.attn, self.mlp
+        fused = attn.fused_weight()
+        dtype = autocast_dtype(fused.device)
+        layers = (layer_matrix(x, dtype) for x in (attn.out, attn.gate, mlp.fc, mlp.proj))
+        return BlockWeights(matrix(fused, dtype), *layers)
+
     def forward(
-        self, x: Tensor, rope: Rope, value: Tensor | None = None, weight: Tensor | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        value: Tensor | None = None,
+        weights: BlockWeights | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), rope, value, weight)
+        weights = self.weights() if weights is None else weights
+        x = x + self.attn(self.norm_attn(x), rope, value, weights)
         if self.norm_after_attn is not None:
             x = self.norm_after_attn(x)
-        x = x + self.mlp(self.norm_mlp(x))
+        x = x + self.mlp(self.norm_mlp(x), weights.fc, weights.proj)
         if self.norm_after_mlp is not None:
             x = self.norm_after_mlp(x)
         return x
@@ -194,13 +248,17 @@ class Stack(nn.ModuleList):
     def __init__(self, config: ModelConfig, first_layer: int, layers: int) -> None:
         super().__init__(Block(config, first_layer + i) for i in range(layers))
 
-    def fused_weights(self) -> list[Tensor]:
-        return [block.attn.fused_weight() for block in self]  # pyright: ignore
+    def weights(self) -> list[BlockWeights]:
+        return [block.weights() for block in self]  # pyright: ignore
 
     def forward(
-        self, x: Tensor, rope: Rope, values: Values, weights: Sequence[Tensor] | None = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        values: Values,
+        weights: Sequence[BlockWeights] | None = None,
     ) -> Tensor:
-        weights = self.fused_weights() if weights is None else weights
-        for block, value, weight in zip(self, values, weights, strict=True):
-            x = block(x, rope, value, weight)
+        weights = self.weights() if weights is None else weights
+        for block, value, of_block in zip(self, values, weights, strict=True):
+            x = block(x, rope, value, of_block)
         return x

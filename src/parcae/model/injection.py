@@ -254,7 +254,7 @@ class ConcatenationInjection(Injection):
         return self.transition_matrix(), F.linear(e, self.input_matrix())
 
     def mix(self, h: Tensor, transition: Tensor, drive: Tensor) -> Tensor:
-        return F.linear(h, transition) + drive
+        return F.linear(h, transition).to(h.dtype) + drive  # autocast would round the state
 
     def transition_matrix(self) -> Tensor:
         return self.W[:, : self.state_width]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from parcae.config import ModelConfig
 from parcae.model.base import LanguageModel, LoopRequest, Output, Trajectory
-from parcae.model.blocks import Rope, Stack, Values
+from parcae.model.blocks import BlockWeights, Rope, Stack, Values
 from parcae.model.depth import Depths, Schedule, check_loops, sample_rows
 from parcae.model.initial_state import draw_state_rows, initial_state
 from parcae.model.injection import build_injection
@@ -51,8 +51,8 @@ class LoopInputs(NamedTuple):
     drive: Tensor
     rope: Rope
     values: Values
-    weights: Sequence[Tensor]
-    """The fused attention weights of the core's blocks."""
+    weights: Sequence[BlockWeights]
+    """What the products of the core's blocks use."""
 
     def first(self, rows: int) -> LoopInputs:
         values = [None if value is None else _cut(value, rows)[0] for value in self.values]
@@ -85,7 +85,7 @@ class Core(nn.Module):
         return self._compiled_call_impl is not None
 
     def forward(self, h: Tensor, inputs: LoopInputs) -> Tensor:
-        x = self.injection.mix(h, inputs.transition, inputs.drive)
+        x = self.injection.mix(h, inputs.transition, inputs.drive).to(h.dtype)
         return self.blocks(x, inputs.rope, inputs.values, inputs.weights)
 
 
@@ -133,7 +133,7 @@ class Loop(nn.Module):
             yield h
 
     def _inputs(self, e: Tensor, rope: Rope, values: Values) -> LoopInputs:
-        weights = self.core.blocks.fused_weights()
+        weights = self.core.blocks.weights()
         return LoopInputs(*self.core.injection.prepare(e), rope, values, weights)
 
     @untraced
@@ -228,7 +228,7 @@ class Coda(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
 
     def forward(self, h: Tensor, rope: Rope, values: Values) -> Tensor:
-        x = h if self.readout is None else self.readout(h)
+        x = h if self.readout is None else self.readout(h).to(h.dtype)
         return self.norm(self.blocks(x, rope, values))
 
 

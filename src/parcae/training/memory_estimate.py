@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from parcae import console
 from parcae.machine import available_memory
 from parcae.model import build
-from parcae.model.base import MIXED_LOSS_CHUNK, LanguageModel, loss_chunk
+from parcae.model.base import LanguageModel, loss_chunk, mixed_loss_chunk
 from parcae.model.flops import parameter_count
 from parcae.model.looped import LoopedModel
 from parcae.training.distributed import compute_dtype
@@ -38,6 +38,8 @@ from parcae.training.schedule import Factors
 from parcae.training.settings import Recipe
 
 FLOAT32_BYTES = 4
+MIXED_LOSS_BYTES = 10
+"""Of a logit in a mixed loss at the peak: itself, in float32, and its logarithm of a softmax."""
 SHARE_OF_MEMORY = {"cpu": 0.25, "cuda": 0.75}
 """Share of the free memory that the estimate may fill. On a CPU a step takes about twice that."""
 MOST_TOKENS = {"cpu": 8192, "cuda": 65536}
@@ -68,7 +70,12 @@ class Memory:
 
 
 def estimate_memory(
-    recipe: Recipe, dtype: torch.dtype, rows: int, micro_batches: int, devices: int = 1
+    recipe: Recipe,
+    dtype: torch.dtype,
+    rows: int,
+    micro_batches: int,
+    devices: int = 1,
+    kind: str = "cpu",
 ) -> Memory:
     """The memory of one of `devices` with micro-batches of `rows` rows, computing in `dtype`."""
     sharded = recipe.run.parallel == "fsdp" and devices > 1
@@ -90,7 +97,7 @@ def estimate_memory(
         weights=weights,
         gradients=gradients,
         optimiser=state,
-        activations=_activations(recipe, dtype, rows),
+        activations=_activations(recipe, dtype, rows, kind),
         optimiser_step=_optimiser_step(recipe, dtype),
     )
 
@@ -124,11 +131,11 @@ def choose_micro_batch(
         return MicroBatch(sizes[0], limited)
     limit = SHARE_OF_MEMORY[kind] * available
     dtype = compute_dtype(recipe.run.precision, device)
-    if _rough_bytes(recipe, dtype, sizes[0]) <= limit:
+    if _rough_bytes(recipe, dtype, sizes[0], kind) <= limit:
         return MicroBatch(sizes[0], limited)
-    one = estimate_memory(recipe, dtype, 1, rows, devices)
+    one = estimate_memory(recipe, dtype, 1, rows, devices, kind)
     fixed = one.weights + one.gradients + one.optimiser
-    per_row = _activations(recipe, dtype, 2) - one.activations
+    per_row = _activations(recipe, dtype, 2, kind) - one.activations
 
     def total(n: int) -> int:
         return fixed + max(one.activations + (n - 1) * per_row, one.optimiser_step)
@@ -150,7 +157,7 @@ def _available(device: torch.device, on_this_machine: int) -> float | None:
     return None if size is None else size / on_this_machine
 
 
-def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int) -> float:
+def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int, kind: str = "cpu") -> float:
     """An upper bound of the estimate for `rows` rows without tracing, which takes seconds."""
     config = recipe.model
     once, shape = config.prelude_layers + config.coda_layers, config.core_block
@@ -158,7 +165,7 @@ def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int) -> float:
     channels = max(block.width + block.mlp_width for block in (config.block, shape))
     tokens = rows * config.context_length
     mixed = dtype != torch.float32
-    chunk = 2 * MIXED_LOSS_CHUNK if mixed else loss_chunk(config.vocab_size)
+    chunk = 2 * mixed_loss_chunk(kind) if mixed else loss_chunk(config.vocab_size)
     logits = 2 * min(chunk, 2 * tokens) * config.vocab_size
     weights = 8 * parameter_count(config)  # with gradient, optimiser and its step
     activations = ROUGH_FLOATS * tokens * uses * channels
@@ -172,10 +179,10 @@ def checkpoint_bytes(recipe: Recipe) -> int:
     return _bytes(model.state_dict().values()) + _bytes(optimiser.tensors().values())
 
 
-def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
+def _activations(recipe: Recipe, dtype: torch.dtype, rows: int, kind: str = "cpu") -> int:
     config, mixed = recipe.model, dtype != torch.float32
     with FakeTensorMode():
-        model = _fake(build(config))  # in float32; copies made by autocast are counted
+        model = _fake(build(config))  # in float32; copies made under autocast are counted
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         if recipe.run.activation_checkpointing:
@@ -192,9 +199,10 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int) -> int:
             with autocast, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about CPU kernels; the estimate is for any device
                 output = model(tokens, tokens, **state)
-            if not mixed:  # one operator, which allocates logits and their gradient chunk by chunk
-                positions = min(loss_chunk(config.vocab_size), tokens.numel())
-                live.add_workspace(2 * positions * config.vocab_size * FLOAT32_BYTES)
+            # One operator allocates logits and their gradient, or is traced with a CPU's chunk.
+            chunk = mixed_loss_chunk(kind) if mixed else loss_chunk(config.vocab_size)
+            size = MIXED_LOSS_BYTES if mixed else 2 * FLOAT32_BYTES
+            live.add_workspace(min(chunk, tokens.numel()) * config.vocab_size * size)
             output.loss.backward()
     return live.peak
 

@@ -157,7 +157,7 @@ def plan(
         micro_batch_reason=reason,
         micro_batches=micro_batches,
         last_micro_batch=rows_of_device - (micro_batches - 1) * rows,
-        memory=estimate_memory(recipe, dtype, rows, micro_batches, devices),
+        memory=estimate_memory(recipe, dtype, rows, micro_batches, devices, kind),
         checkpoint_bytes=checkpoint_bytes(recipe),
         device_flops=speed,
         utilisation=utilisation,

@@ -79,7 +79,7 @@ def activations(model: LoopedModel, tokens: Tensor, depth: int) -> dict[str, Any
 
     rope = model.rope(tokens.shape[1], config.core_block.head_dim)
     values = model.values(tokens, config.prelude_layers, config.core_layers)
-    weights = core.blocks.fused_weights()
+    weights = core.blocks.weights()
     inputs = LoopInputs(*core.injection.prepare(e), rope, values, weights)
     h = e.new_zeros(*tokens.shape, config.core_block.width)
     first_loop_norms, state_norms, residuals = [], [], []
