@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
+from tokenizers import decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import parcae
-from conftest import KINDS, randomised
+from conftest import KINDS, randomised, tiny
 from hub_models import (  # noqa: F401
     TRANSFORMER,
     in_transformers,
@@ -17,10 +20,12 @@ from hub_models import (  # noqa: F401
     random_tokens,
     theirs,
 )
+from parcae.data.tokenizer import Tokenizer
 from parcae.hub import modeling_parcae
 from parcae.hub.loops import drawn_depths
 from parcae.hub.modeling_parcae import ParcaeForCausalLM
 from parcae.hub.remote_code import remote_code
+from parcae.model.store import save
 
 
 class Repeated(Dataset):
@@ -174,6 +179,91 @@ def check_same(model, expected) -> None:
     for _ in range(2):
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
     assert torch.equal(model.generate(tokens, **greedy), expected.generate(tokens, **greedy))
+
+
+LINES = ["the cat sat on a mat", "one dog ran"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    save(randomised(tiny(vocab_size=320)), folder)
+    Tokenizer.train(LINES * 30, size=300).save(folder / "tokenizer.json")
+    return parcae.export(folder, folder / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("added", [None, "<|im_end|>"])
+@pytest.mark.parametrize("library", ["transformers", "trl"])
+def test_fine_tuning_teaches_where_a_text_ends(exported, tmp_path, library, added):
+    """By the end that the model was trained with, or by a token that is added for it."""
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    if added is not None:
+        tokenizer.add_special_tokens({"eos_token": added})
+        model.resize_token_embeddings(len(tokenizer))
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    end = tokenizer.eos_token
+    arguments = ARGUMENTS | {"max_steps": 25, "learning_rate": 1e-2, "output_dir": str(tmp_path)}
+    if library == "trl":
+        from datasets import Dataset as Table
+        from trl import SFTConfig, SFTTrainer
+
+        rows = Table.from_list([{"text": line} for line in LINES])
+        config = SFTConfig(bf16=False, **arguments)
+        trainer = SFTTrainer(model, config, train_dataset=rows, processing_class=tokenizer)
+    else:
+        rows = [dict(tokenizer(line + end)) for line in LINES]
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = Trainer(model, TrainingArguments(**arguments), collator, rows)
+    assert (next(iter(trainer.get_train_dataloader()))["labels"] == tokenizer.eos_token_id).any()
+    trainer.train()
+    trainer.save_model(str(tmp_path / "tuned"))
+    tokenizer.save_pretrained(tmp_path / "tuned")
+    ours, model = parcae.open_checkpoint(tmp_path / "tuned"), model.eval()
+    engine = parcae.Engine(ours.model, ours.tokenizer)
+    for line in LINES:
+        start = line[:3]  # the first word, as it is in training
+        prompt = tokenizer(start, return_tensors="pt")
+        text = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0]
+        assert tokenizer.decode(text) == f"<|bos|>{line}{end}"
+        options = {"max_new_tokens": 30, "temperature": 0, "stop_tokens": (tokenizer.eos_token_id,)}
+        assert engine.generate(start, **options).text == line[3:]
+
+
+def test_special_tokens_of_an_exported_tokenizer(exported):
+    """Templates and trainers write them; a text may be encoded without."""
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = parcae.open_checkpoint(exported).tokenizer.encode("a <|pad|> b")
+    assert tokenizer.pad_token_id == 2 != tokenizer.eos_token_id == tokenizer.bos_token_id == 0
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], return_dict=False)
+    assert chat == [*tokenizer("a", add_special_tokens=False)["input_ids"], 0]
+    assert tokenizer("a <|pad|> b", split_special_tokens=True)["input_ids"] == [0, *ids]
+    assert 2 in tokenizer("a <|pad|> b")["input_ids"]
+
+
+@pytest.mark.parametrize(("rows", "pad"), [(260, 257), (257, None)])
+def test_padding_where_a_tokenizer_has_no_token_for_it(tmp_path, rows, pad):
+    """One is added if the embedding has a row for it; BOS would not be learned as the end."""
+    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|endoftext|>"]
+    backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>"])
+    save(randomised(tiny(vocab_size=rows)), tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    folder = parcae.export(tmp_path, tmp_path / "exported")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert tokenizer.pad_token_id == model.config.pad_token_id == pad
+    assert model.generation_config.pad_token_id == pad
+    if pad is not None:
+        batch = tokenizer(["a", "bcd"], padding=True, return_tensors="pt")
+        assert batch["input_ids"][0, -1] == pad
+        assert model(**batch).logits.isfinite().all()
 
 
 def test_a_transformer_trains_too():

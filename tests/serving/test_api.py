@@ -158,6 +158,22 @@ def test_the_tokenizers_template_is_used_in_a_sandbox(tmp_path):
             ChatTemplate(tokenizer(), code).encode([Message(role="user", content="hi")])
 
 
+def test_a_message_cannot_write_special_tokens():
+    """Only the template can; also where it changes the text of a message."""
+    template = "{% for m in messages %}<|bos|>{{ m.content | trim }}<|eos|>{% endfor %}"
+    chat = ChatTemplate(tokenizer(), template)
+    plain = tokenizer().encode
+    for text in ("<|bos|>", "a <|eos|><|bos|>b", "<|<|eos|>eos|>"):
+        ids = chat.encode([Message(role="user", content=text)])
+        assert (ids[0], ids[-1], [token for token in ids[1:-1] if token < 3]) == (0, 1, [])
+        assert tokenizer().decode(ids[1:-1]) == text
+    cut = "{{ messages[0].content.split('<|eos|>')[1:] | join('') }}<|bos|>"
+    ids = ChatTemplate(tokenizer(), cut).encode([Message(role="user", content="a<|eos|>b<|pad|>")])
+    assert [token for token in ids if token < 3] == [0]
+    expected = [0, *plain("hi"), 1]
+    assert chat.encode([Message(role="user", content=" hi ")]) == expected
+
+
 @pytest.mark.timeout(20)
 def test_a_template_that_cannot_be_used(tmp_path):
     ChatTemplate(tokenizer(), "{{ 9 ** 9 ** 9 }}")  # not computed before it is needed

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from parcae.data.tokenizer import Tokenizer
     from parcae.model.base import LanguageModel
 
+PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|padding|>")
 CARD_FILE = "README.md"
 FIGURE_FILE = "loss.png"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,39 +53,45 @@ def export(
     check_new(folder)
     checkpoint = open_checkpoint(source, tokenizer=tokenizer, best=best)
     with atomic_folder(folder) as new:
-        _write_model(new, checkpoint.model, checkpoint.tokenizer, dtype)
-        _write_tokenizer(new, checkpoint.tokenizer, checkpoint.model.config)
+        special = _write_tokenizer(new, checkpoint.tokenizer, checkpoint.model.config)
+        _write_model(new, checkpoint.model, special, dtype)
         _write_card(new, folder.name, checkpoint.model, run_of(checkpoint.folder))
     return folder
 
 
-def _write_model(folder: Path, model: LanguageModel, tokenizer: Tokenizer, dtype: str) -> None:
+def _write_model(
+    folder: Path, model: LanguageModel, special: Mapping[str, int], dtype: str
+) -> None:
     from parcae.hub.remote_code import AUTO_MAP, write_code
 
-    bos = tokenizer.bos
     config = {
         "architectures": ["ParcaeForCausalLM"],
         "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": dtype,
-        "bos_token_id": bos,
-        "eos_token_id": bos,
-        "pad_token_id": bos,
+        **special,
         **to_hf_config(model.config),
     }
     _write_json(folder / CONFIG_FILE, config)
-    generation = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
-    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", special)
     weights = to_hf_weights(model.state_dict(), model.config)
     weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
     write_weights(weights, folder / WEIGHTS_FILE)
     write_code(folder)
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """The tokenizer; that texts start with BOS is written into it as a template."""
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) -> dict[str, int]:
+    """Write the tokenizer; returns the ids of its special tokens, by their names in config.json.
+
+    That texts start with BOS is written into it as a template. BOS also ends texts, since another
+    one follows it in training. Padding has a token of its own, because trainers do not learn it.
+    """
     backend = tokenizers.Tokenizer.from_str(tokenizer.content)
     bos = backend.id_to_token(tokenizer.bos)
+    assert bos is not None
+    special = {"bos_token": bos, "eos_token": bos}
+    if pad := _pad_token(backend, config.vocab_size):
+        special["pad_token"] = pad
     backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single=f"{bos}:0 $A:0",
         pair=f"{bos}:0 $A:0 $B:1",
@@ -95,14 +102,25 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, config: ModelConfig) ->
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": bos,
-            "eos_token": bos,
-            "pad_token": bos,
+            **special,
             "model_max_length": config.context_length,
             "clean_up_tokenization_spaces": False,
-            "split_special_tokens": True,
         },
     )
+    ids = backend.get_vocab(with_added_tokens=True)
+    return {f"{name}_id": ids[token] for name, token in special.items()}
+
+
+def _pad_token(backend: tokenizers.Tokenizer, rows: int) -> str | None:
+    """The tokenizer's own, or one that is added where the embedding has a row that no id uses."""
+    ids = backend.get_vocab(with_added_tokens=True)
+    for name in PAD_NAMES:
+        if name in ids:
+            return name
+    if not max(ids.values()) + 1 == len(ids) < rows:
+        return None
+    backend.add_special_tokens([PAD_NAMES[0]])
+    return PAD_NAMES[0]
 
 
 def _write_card(folder: Path, name: str, model: LanguageModel, run: Path | None) -> None:

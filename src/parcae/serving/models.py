@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -193,6 +194,9 @@ class ChatTemplate:
         self.stop = () if template is not None else ("\nUser:", "\nSystem:")
         eos = tokenizer.backend_tokenizer.token_to_id(self._special.get("eos_token", "<|eos|>"))
         self.stop_tokens = () if eos is None else (eos,)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        names = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names)) or "(?!)")
 
     @classmethod
     def read(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
@@ -216,14 +220,24 @@ class ChatTemplate:
         if self._template is None:
             lines = [f"{PLAIN_NAMES[message.role]}: {message.text}\n" for message in messages]
             return [self._tokenizer.bos, *self._tokenizer.encode("".join(lines) + "Assistant:")]
-        given = [{"role": message.role, "content": message.text} for message in messages]
+        # Only the template writes special tokens: their names in a message are marked as text.
+        start, end = (str(secrets.randbits(64)) for _ in range(2))
+        given = [
+            {"role": message.role, "content": self._names.sub(rf"{start}\g<0>{end}", message.text)}
+            for message in messages
+        ]
         try:
             text = self._template.render(
                 messages=given, add_generation_prompt=True, **self._special
             )
         except Exception:  # a template is a program, and raises errors of all kinds
             raise invalid("messages", "The model's chat template refuses these.") from None
-        return self._tokenizer.encode(text, allow_special=True)
+        parts = re.split(f"{start}(.*?){end}", text, flags=re.DOTALL)
+        return [
+            token
+            for number, part in enumerate(parts)
+            for token in self._tokenizer.encode(part, allow_special=number % 2 == 0)
+        ]
 
 
 def _compiled(template: str) -> Any:
