@@ -153,6 +153,39 @@ def test_a_context_for_a_model_that_states_none(folder: Path):
     assert open_scorer(folder, context=24).context_length == 24
 
 
+@pytest.mark.slow
+def test_a_looped_model_of_transformers(small_tokenizer, tmp_path, capsys):
+    """It is scored at the depth of its configuration; another one cannot be asked for."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "head_dim": 16}
+    config = transformers.HrmTextConfig(
+        vocab_size=small_tokenizer.vocab_size,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        max_position_embeddings=48,
+        bos_token_id=0,
+        eos_token_id=1,
+        **sizes,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    small_tokenizer.save(tmp_path / "plain.json")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "plain.json"), bos_token="<|bos|>", eos_token="<|eos|>"
+    ).save_pretrained(tmp_path)
+    scorer = HFScorer.open(str(tmp_path))
+    prompt = continuations("the cat", [" sat on"], scorer)
+    [[answer]] = score_all(scorer, [prompt])
+    tokens, span = torch.tensor(prompt.sequences), prompt.spans[0]
+    expected = model(tokens, labels=tokens).logits[0, span.start - 1 : span.end - 1]
+    losses = torch.nn.functional.cross_entropy(expected, tokens[0, slice(*span)], reduction="none")
+    torch.testing.assert_close(answer.nats[0].float(), losses, atol=1e-4, rtol=1e-4)
+    assert cli.main(["eval", str(tmp_path), "--loops", "4", "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "the depth" in message
+    assert "no loop" not in message
+
+
 def test_a_broken_folder_gives_one_line(folder: Path, tmp_path: Path, capsys):
     shutil.copytree(folder, tmp_path / "broken")
     (tmp_path / "broken/model.safetensors").write_bytes(b"nothing")

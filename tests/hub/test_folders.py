@@ -155,6 +155,61 @@ def test_load_and_import_read_an_exported_folder(checkpoint, exported, tmp_path)
     assert parcae.open_checkpoint(imported).tokenizer.encode(TEXTS[0])
 
 
+@pytest.fixture
+def sharded(exported, tmp_path) -> Path:
+    """As transformers saves a model whose weights are large, with the tokenizer of the export."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(exported).save_pretrained(folder, max_shard_size="100KB")
+    (folder / "tokenizer.json").write_bytes((exported / "tokenizer.json").read_bytes())
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
+    assert not (folder / "model.safetensors").exists()
+    return folder
+
+
+def test_weights_in_several_files(checkpoint, sharded, tmp_path):
+    """They load, import, generate and score as those in one file."""
+    expected = parcae.load(checkpoint).state_dict()
+    imported = parcae.import_model(sharded, tmp_path / "imported")
+    for folder in (sharded, imported):
+        weights = parcae.load(folder).state_dict()
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[name], expected[name]) for name in weights)
+    assert main(["generate", str(sharded), "the", "--max-new-tokens", "2"]) == 0
+    assert open_scorer(sharded).encode("the")
+
+
+def change_index(**changes):
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        content["weight_map"] |= changes
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change_index(**{"model.norm.weight": "../model.safetensors"}), "not the name of a file"),
+        (change_index(**{"model.norm.weight": "/dev/zero"}), "not the name of a file"),
+        (change_index(**{"model.norm.weight": 3}), "3 is not the name of a file"),
+        (change_index(**{"model.norm.weight": "model.bin"}), "not the name of a file"),
+        (change_index(extra="no.safetensors"), "no.safetensors: no such file"),
+        (change_index(**{"model.norm.weight": "no.safetensors"}), "'model.norm.weight' of model-"),
+        (lambda f: os.mkfifo(f / "x.safetensors") or change_index(x="x.safetensors")(f), "a pipe"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "no weight_map"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{"), "not valid JSON"),
+    ],
+)
+def test_a_wrong_or_malicious_index_is_refused(damage, message, sharded):
+    damage(sharded)
+    with pytest.raises(parcae.FileError, match=message):
+        parcae.load(sharded)
+
+
 def test_number_formats(checkpoint, tmp_path):
     folder = parcae.export(checkpoint, tmp_path / "half", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")

@@ -175,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress=report,
         )
     if arguments.loops is not None and not result.looped:
-        console.err.print("The model has no loop: --loops has no effect.", highlight=False)
+        console.err.print("Not a looped model of parcae: --loops has no effect.", highlight=False)
     if arguments.json:
         print(to_json(result.to_json()), end="")
         return 0

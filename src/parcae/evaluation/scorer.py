@@ -254,7 +254,10 @@ def open_scorer(
     if is_transformers_model(model):
         if (loops and tuple(loops) != (1,)) or state != "zero":
             key = "state" if state != "zero" else "loops"
-            raise ConfigError(f"{key}: {model} has no loop. Omit this setting.")
+            raise ConfigError(
+                f"{key}: {model} is not a model of parcae. transformers runs it at the depth and "
+                "from the state of its own configuration. Omit this setting."
+            )
         require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
         require(not best, "best", f"{model} is not a run", "Omit this setting.")
         assert device is not None

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from parcae.config import ConfigError
 from parcae.files import LARGEST_JSON, FileError, atomic_folder, check_new, open_file
-from parcae.model import CONFIG_FILE
+from parcae.model import CONFIG_FILE, INDEX_FILE
 from parcae.model.store import read_model, save
 from parcae.runs.checkpoints import verify_model_folder
 from parcae.runs.layout import CHECKPOINTS_FOLDER, TOKENIZER_FILE, TOKENIZER_FILES
 
-FILES = (CONFIG_FILE, "*.safetensors", "pytorch_model.bin", TOKENIZER_FILE, "merges.txt")
+WEIGHT_FILES = ("*.safetensors", INDEX_FILE, "pytorch_model.bin")
+FILES = (CONFIG_FILE, *WEIGHT_FILES, TOKENIZER_FILE, "merges.txt")
 OWNER = "SandyResearch"
 SIZES = ("140m", "370m", "770m", "1.3b")
 """The models of the paper's authors, OWNER/parcae-SIZE; their cards also use other names."""

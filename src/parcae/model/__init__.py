@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Names the files of weights in their place, where transformers writes several."""
 """The files of a model folder; see `parcae.model.store`."""
 SHARD_PATTERN = "shard-*.safetensors"
 """In the place of the one file of weights, where several processes wrote them."""

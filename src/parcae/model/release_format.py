@@ -141,10 +141,10 @@ def read_release(folder: Path, header: Mapping[str, Any]) -> tuple[ModelConfig, 
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    from parcae.model import WEIGHTS_FILE
+    from parcae.model import INDEX_FILE, WEIGHTS_FILE
     from parcae.model.store import read_weights
 
-    if (folder / WEIGHTS_FILE).exists():
+    if (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists():
         return read_weights(folder / WEIGHTS_FILE)
     path = folder / "pytorch_model.bin"
     if not path.exists():

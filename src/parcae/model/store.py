@@ -8,6 +8,7 @@ run's checkpoints are verified by `parcae.runs`, which `parcae.load` goes throug
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from parcae.files import (
     read_json,
     to_json,
 )
-from parcae.model import CONFIG_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
+from parcae.model import CONFIG_FILE, INDEX_FILE, SHARD_PATTERN, WEIGHTS_FILE, build
 from parcae.model.base import LanguageModel
 from parcae.recipe import build as build_config
 from parcae.recipe import to_dict
@@ -36,6 +37,7 @@ from parcae.schema import shorten
 
 FORMAT = "parcae"
 VERSION = 1
+SHARD_NAME = re.compile(r"[\w.-]+\.safetensors")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -130,10 +132,16 @@ def _own_config(folder: Path, content: Any) -> ModelConfig:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """One file, or the shards that several processes wrote in its place."""
-    shards = sorted(path.parent.glob(SHARD_PATTERN))
-    if shards and not path.exists():
-        return _join(path.parent, shards)
+    """One file, or those in its place: shards of processes, or what an index names."""
+    if not path.exists():
+        if shards := sorted(path.parent.glob(SHARD_PATTERN)):
+            return _join(path.parent, shards)
+        if (path.parent / INDEX_FILE).exists():
+            return _read_indexed(path.parent / INDEX_FILE)
+    return _read_file(path)
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         check_regular(path)
         return load_file(path)
@@ -144,6 +152,27 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = str(error)[:300]
         raise FileError(f"{path}: cannot be read ({reason}). Is it truncated?") from None
+
+
+def _read_indexed(index: Path) -> dict[str, Tensor]:
+    """The tensors of the files that an index names; they must be those that it says."""
+    content = read_json(index)
+    file_of = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(file_of, dict) or not file_of:
+        raise FileError(f"{index}: no weight_map. Save the model again.")
+    wrong = [f for f in file_of.values() if not isinstance(f, str) or not SHARD_NAME.fullmatch(f)]
+    if wrong:
+        raise FileError(
+            f"{index}: {shorten(wrong[0])} is not the name of a file beside it, NAME.safetensors."
+        )
+    weights: dict[str, Tensor] = {}
+    for file in sorted(set(file_of.values())):
+        tensors = _read_file(index.parent / file)
+        for name in sorted(tensors.keys() | {n for n, f in file_of.items() if f == file}):
+            if name not in tensors or file_of.get(name) != file:
+                raise FileError(f"{index}: {shorten(name)} of {file} is missing in one of the two.")
+        weights |= tensors
+    return weights
 
 
 def _join(folder: Path, shards: Sequence[Path]) -> dict[str, Tensor]:
