@@ -96,11 +96,7 @@ def inline_svg(canvas: Any, name: str) -> str:
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         canvas.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-    return recolour(stream.getvalue())
-
-
-def recolour(svg: str) -> str:
-    """An SVG file as an element whose colours and font are those of a page with `page_style()`."""
+    svg = stream.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', svg, count=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import random
@@ -30,6 +31,7 @@ class Reader(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.images: list[dict[str, str]] = []
+        self.pictures: list[dict[str, str]] = []
         self.tags: set[str] = set()
         self.references: list[str] = []
         self.seen: list[str] = []
@@ -38,6 +40,8 @@ class Reader(HTMLParser):
         self.tags.add(tag)
         attributes = dict(attrs)
         self.references += [attributes[k] for k in ("src", "href", "srcset") if k in attributes]
+        if tag == "img":
+            self.pictures.append(attributes)
         if attributes.get("role") == "img":
             self.images.append(attributes)
         if tag not in VOID:
@@ -377,12 +381,25 @@ def test_a_sweep_is_reported_with_its_table_and_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(SweepFolder, "read_plan", lambda self: plan)
     table = paper_table(("140m",))
     parcae.fit(table, starts=20, unified_starts=20, bootstrap_samples=0).save(sweep / "fit")
+    refresh = "<svg xmlns='x'><meta http-equiv='refresh' content='0;url=https://a.b'/></svg>"
+    (sweep / "fit/hostile.svg").write_text(refresh)
+    (sweep / "fit/broken.svg").write_bytes(b"\xff\x00 no picture")
+    (tmp_path / "secret").write_text("secret")
+    (sweep / "fit/linked.svg").symlink_to(tmp_path / "secret")
     path = parcae.write_report(sweep)
     assert path == sweep / "report/report.html"
+    assert "http-equiv='refresh'" not in path.read_text()
+    assert "form-action 'none'" in path.read_text()
+    assert base64.b64encode(b"secret").decode() not in path.read_text()
     reader = Reader()
     reader.feed(path.read_text())
     assert "<h1>grid: 9 runs</h1>" in path.read_text()
     assert "1 run of 10 not started yet" in reader.text
     assert {"../runs.csv", "../fit/laws.html"} <= set(reader.references)
     assert "E + X N(μ)^-x + Y D^-y: X" in reader.text
-    assert {"isoflop", "isoloss"} <= {image["aria-label"] for image in reader.images}
+    pictures = {image["alt"]: image["src"] for image in reader.pictures}
+    assert {"isoflop", "isoloss", "hostile", "broken"} <= pictures.keys()
+    assert "linked" not in pictures
+    data = "data:image/svg+xml;base64,"
+    assert all(source.startswith(data) for source in pictures.values())
+    assert base64.b64decode(pictures["hostile"].removeprefix(data)).decode() == refresh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Sequence
@@ -12,7 +13,14 @@ from urllib.parse import quote
 
 from parcae import console, plotting
 from parcae.config import require
-from parcae.files import atomic_path, check_links, write_text
+from parcae.files import (
+    FileError,
+    atomic_path,
+    check_links,
+    open_file,
+    path_inside,
+    write_text,
+)
 from parcae.laws.fit import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
 from parcae.laws.table import TABLE_FILE
 from parcae.recipe import flatten
@@ -35,8 +43,12 @@ from parcae.report.tables import (
 from parcae.runs.layout import REPORT_FOLDER
 
 TABLE_SUFFIXES = {"markdown": ".md", "csv": ".csv", "latex": ".tex"}
-CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""The content security policy of the page: the browser loads and runs nothing."""
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; "
+    "form-action 'none'"
+)
+"""The content security policy of the page: the browser loads, runs and sends nothing."""
+LARGEST_PICTURE = 1 << 24
 
 
 def write_report(
@@ -174,13 +186,21 @@ def sweep_section(sweep: Sweep, out: Path) -> str:
     parts = [f"<p>{' · '.join(links)}</p>\n"] if links else []
     if (fit / FIT_FILE).exists():
         parts += [_fit(model.model, model) for model in read_fit(fit).values()]
-        drawn = "".join(
-            f'<figure role="img" aria-label="{escape(path.stem)}">'
-            f"{plotting.recolour(path.read_text(encoding='utf-8'))}</figure>\n"
-            for path in sorted(fit.glob("*.svg"))
-        )
+        drawn = "".join(_picture(path) for path in sorted(fit.glob("*.svg")))
         parts.append(f'<div class="figures">\n{drawn}</div>\n' if drawn else "")
     return "".join(parts)
+
+
+def _picture(path: Path) -> str:
+    """A figure of the fit as an image, in which a browser runs no script and follows no link; none
+    where it is no file of the folder."""
+    try:
+        with open_file(path_inside(path.parent, path.name), LARGEST_PICTURE) as stream:
+            content = base64.b64encode(stream.read()).decode()
+    except FileError:
+        return ""
+    source = f"data:image/svg+xml;base64,{content}"
+    return f'<figure><img src="{source}" alt="{escape(path.stem)}"></figure>\n'
 
 
 def _fit(name: str, model: ModelLaws) -> str:
