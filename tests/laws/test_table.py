@@ -209,7 +209,7 @@ def test_a_parquet_file_with_more_than_a_table_has(tmp_path, columns, message):
     [
         ("," * 1001, None, "1,002 columns; at most 1,000 are read"),
         (2001 * ("," * 999 + "\n"), None, "more than 2,000,000 cells"),
-        ("", 6 << 30, "more than 256 MiB"),
+        ("", 6 << 30, "at most 268,435,456 are read"),
     ],
     ids=["columns", "rows", "bytes"],
 )

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from parcae.config import ConfigError
-from parcae.files import FileError, atomic_path, reading, sha256, write_text
+from parcae.files import FileError, atomic_path, open_file, reading, sha256, write_text
 from parcae.recipe import suggest
 
 COLUMNS = ("model", "mean_loops", "tokens", "flops", "effective_params", "test_loops", "loss")
@@ -180,9 +180,8 @@ def _cell(value: Any) -> str:
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
     try:
-        with reading(path), path.open(newline="", encoding="utf-8-sig") as stream:
-            if path.stat().st_size > MAX_BYTES:
-                raise FileError(f"{path}: more than {MAX_BYTES >> 20} MiB. Give a part of it.")
+        with open_file(path, MAX_BYTES) as content:
+            stream = io.TextIOWrapper(content, newline="", encoding="utf-8-sig")
             separator = _separator(stream.readline())
             stream.seek(0)
             rows, cells = [], 0
