@@ -95,6 +95,14 @@ def test_a_temporary_file_is_new_and_has_a_name_that_nobody_knows(tmp_path, monk
     assert target.read_text() == "mine"
 
 
+def test_a_link_to_a_file_is_replaced(tmp_path):
+    (tmp_path / "target").write_text("mine")
+    (tmp_path / "depth.png").symlink_to(tmp_path / "target")
+    files.write_text(tmp_path / "depth.png", "theirs")
+    assert not (tmp_path / "depth.png").is_symlink()
+    assert (tmp_path / "target").read_text() == "mine"
+
+
 def test_what_is_left_over_is_removed_but_no_link_is_followed(tmp_path):
     inside, target = tmp_path / "run", tmp_path / "target"
     for folder in (inside, target):
@@ -174,6 +182,7 @@ def test_only_what_a_preparation_wrote_is_deleted(run):
         ("evaluation", ("eval", "RUN")),
         ("fit", ("fit", "RUN")),
         ("logs", ("sweep", "RUN")),
+        ("data", ("reproduce", "prelude-norm", "--scale", "toy", "--out", "RUN")),
         ("runs/a", ("sweep", "RUN")),
     ],
 )

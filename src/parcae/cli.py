@@ -47,7 +47,7 @@ MODEL_COMMANDS = (
     *("generate", "serve", "depth", "eval", "export"),
 )
 """Commands that read a recipe or open a model, and so may need a user's file: --import FILE."""
-WRITING_COMMANDS = ("train", "report", "eval", "sweep", "fit")
+WRITING_COMMANDS = ("train", "report", "eval", "sweep", "fit", "reproduce")
 """Commands that write into a folder that somebody else may have made: --follow-links."""
 
 

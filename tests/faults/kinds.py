@@ -13,6 +13,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -250,6 +251,54 @@ def flipped_bits(trial: Trial, only: int | None = None) -> Tried:
     return tried
 
 
+LARGE = 5 << 30
+"""Bytes of a file without content, more than is read of any file at once."""
+
+
+def foreign_folder(trial: Trial, only: int | None = None) -> Tried:
+    """What the command left, each file and folder of it in turn as a link out of the folder, each
+    file as a pipe and as a huge file: as somebody else may have made it."""
+    tried = Tried()
+    states = {"finished": trial.finished, "killed": trial.interrupt()}
+    found = [
+        (state, path.relative_to(folder).as_posix())
+        for state, folder in states.items()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() or path.parent != folder  # whose name the user gives
+    ]
+    if trial.sample is not None:
+        found = kinds_first(found, random.Random(0))[: trial.sample]
+    outside = trial.server.folder / "outside"
+    for state, name in found:
+        for what in ("link", "pipe", "huge file"):
+            trial.reset(state)
+            path = trial.cell / "out" / name
+            if what != "link" and path.is_dir():
+                continue
+            shutil.rmtree(outside, ignore_errors=True)
+            outside.mkdir()
+            shutil.move(path, outside)
+            if what == "link":
+                path.symlink_to(outside / path.name)
+            elif what == "pipe":
+                os.mkfifo(path)
+            else:
+                path.touch()
+                os.truncate(path, LARGE)
+            before = _bytes_below(outside)
+            ended = trial.run(again=True)
+            problems = ended.problems(_codes(trial.command))
+            if _bytes_below(outside) != before:
+                problems.append("something outside was changed")
+            seen = "refused in one line" if ended.code else "nothing outside is changed"
+            tried.add(f"{state}, {name}, {what}", seen, problems)
+    return tried
+
+
+def _bytes_below(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 def rank_dies(trial: Trial, only: int | None = None) -> Tried:
     """One of two processes is killed, in the first attempt of torchrun."""
     tried = Tried()
@@ -398,6 +447,15 @@ FAULTS = {
             "a random bit of files of every kind: of the input, of a finished output, of what a "
             "killed command left",
             flipped_bits,
+        ),
+        FaultKind(
+            "foreign folder",
+            "one line, or the usual result; nothing outside of the folder is written or deleted, "
+            "nothing is waited for",
+            "files and folders of a finished output, and of what a killed command left, as links "
+            "out of the folder, as pipes, as files of 5 GiB",
+            foreign_folder,
+            lambda command: not command.serves,
         ),
         FaultKind(
             "a rank dies",

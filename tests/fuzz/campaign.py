@@ -27,13 +27,13 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fuzz.targets import TARGETS, Target
 from machine_name import machine_name
 from parcae.config import ConfigError
-from parcae.files import FileError
+from parcae.files import FileError, remove
 
 SECONDS = 10
 """Of CPU time. A case that takes longer, or ten times as long by the clock, is taken for one that
@@ -47,6 +47,9 @@ MEMORY = 512 << 20
 ADDRESS_SPACE = 4 << 30
 """Bytes that may be reserved beyond those of the process at the start."""
 LONGEST_MESSAGE = 2000
+REPLACED = 0.03
+"""Share of the cases in which a file is something else: see `replaced`."""
+HUGE = 6 << 30
 FORBIDDEN = ("os.system", "os.exec", "os.fork", "os.posix_spawn", "subprocess.Popen")
 FORBIDDEN += ("socket.connect", "socket.bind", "pickle.find_class")
 CHANGES = ("shutil.rmtree", "os.remove", "os.rename", "os.rmdir", "os.link")
@@ -124,7 +127,12 @@ def run_case(target: Target, folder: Path, seed: int, case: int) -> str | None:
     path.write_bytes(target.files[name](whole, rng))
     try:
         with own_copy(target, folder) as copy:
-            problem = _read(target, copy)
+            if target.in_files and rng.random() < REPLACED:
+                with replaced(copy / name, rng) as is_changed:
+                    problem = _read(target, copy)
+                    problem = problem or ("a file outside was changed" if is_changed() else None)
+            else:
+                problem = _read(target, copy)
     finally:
         path.write_bytes(whole)
     return problem and f"{target.name}, {name}, case {case}: {problem}"
@@ -138,6 +146,32 @@ def own_copy(target: Target, folder: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="parcae-fuzz-copy-") as copy:
         yield Path(shutil.copytree(folder, copy, dirs_exist_ok=True))
+
+
+@contextlib.contextmanager
+def replaced(path: Path, rng: random.Random) -> Iterator[Callable[[], bool]]:
+    """A link out of the folder, a pipe, a device, a huge file or a folder in place of a file.
+
+    Yields whether what is outside has changed.
+    """
+    content = path.read_bytes()
+    with tempfile.TemporaryDirectory(prefix="parcae-fuzz-outside-") as outside:
+        target = Path(outside, path.name)
+        path.rename(target)
+        kind = rng.choice(("link", "pipe", "device", "huge", "folder"))
+        if kind in ("link", "device"):
+            path.symlink_to(target if kind == "link" else "/dev/zero")
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.touch()
+            os.truncate(path, HUGE)
+        try:
+            yield lambda: os.listdir(outside) != [path.name] or target.read_bytes() != content
+        finally:
+            remove(path)
 
 
 def _read(target: Target, folder: Path) -> str | None:

@@ -84,6 +84,8 @@ class Target:
     """Its share of the cases of a campaign."""
     writes: bool = False
     """Whether it changes files in its folder: it then reads a copy."""
+    in_files: bool = True
+    """Whether parcae reads the files itself."""
 
 
 @functools.cache
@@ -590,7 +592,7 @@ TARGETS = (
            {"recipe.toml": change.toml_file}, 3),
     Target("recipe of a sweep", write_recipe, read_sweep_recipe,
            {"recipe.toml": change.toml_file}, 0.3),
-    Target("flags", write_flags, read_flags, {"flags": change.flip_bytes}, 3),
+    Target("flags", write_flags, read_flags, {"flags": change.flip_bytes}, 3, in_files=False),
     Target("documents", write_documents, read_sources,
            {"a.jsonl": change.json_lines, "b.txt": change.flip_bytes,
             "c.parquet": change.flip_bytes, "d.jsonl.gz": JSONL_GZ, "e.txt.zst": TEXT_ZST}, 3),
@@ -639,7 +641,8 @@ TARGETS = (
            {"a/tokenizer_config.json": change.json_file,
             "b/chat_template.jinja": change.flip_bytes}, 1),
     Target("requests", write_requests, send_requests,
-           {f"{path.replace('/', '-')}.json": change.json_file for path in BODIES}, 0.5),
+           {f"{path.replace('/', '-')}.json": change.json_file for path in BODIES}, 0.5,
+           in_files=False),
     Target("http", write_http, send_http,
-           {"post": change.http_request, "get": change.http_request}, 1),
+           {"post": change.http_request, "get": change.http_request}, 1, in_files=False),
 )  # fmt: skip

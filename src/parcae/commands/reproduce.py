@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         slurm=slurm,
         redraw=arguments.redraw,
+        follow_links=arguments.follow_links,
     )
     for name, results in result.results.items():
         columns, cells = CATALOGUE[name].table(results)

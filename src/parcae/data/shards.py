@@ -370,7 +370,9 @@ def check_companions(folder: Path, manifest: Manifest) -> None:
 def is_intact(folder: Path, record: ShardRecord) -> bool:
     """Whether the shard exists and has its checksum."""
     path = path_inside(folder, record.file)
-    return path.is_file() and sha256(path) == record.sha256
+    if not path.is_file() or path.stat().st_size != record.bytes:
+        return False
+    return sha256(path) == record.sha256
 
 
 def map_shard(

@@ -34,7 +34,7 @@ from parcae.experiments.truncated_sampling import TruncatedSampling
 from parcae.experiments.tuned_rates import TunedRates
 from parcae.experiments.unified import Unified
 from parcae.experiments.walks import Ladder, OneStepPerLoop
-from parcae.files import FileError, interpreting, read_json, read_text, write_text
+from parcae.files import FileError, check_links, interpreting, read_json, read_text, write_text
 from parcae.recipe import build, merge
 from parcae.schema import suggest
 from parcae.sweeps.slurm import SlurmConfig, check_slurm
@@ -117,6 +117,7 @@ def reproduce(
     workers: int = 1,
     slurm: SlurmConfig | Mapping[str, Any] | None = None,
     redraw: bool = False,
+    follow_links: bool = False,
 ) -> Reproduction:
     """Reproduce experiments of the paper: train their runs, judge their claims, write a page.
 
@@ -138,11 +139,14 @@ def reproduce(
         workers: Runs that train at the same time, each on its share of the cores.
         slurm: Submit the runs to Slurm and return: a `SlurmConfig`, or its fields as a dict.
         redraw: Train nothing: judge and draw what `results` holds.
+        follow_links: Write through symbolic links that lead out of `out`. Default: such links are
+            refused.
     """
     plan = _plan(names, scale, seeds, overrides, texts, select)
     folder = Path(out or Path("runs") / f"reproduction-{scale}")
+    check_links(folder, follow_links=follow_links)
     work = _Work(
-        store=Store(folder, _texts(texts)),
+        store=Store(folder, _texts(texts), follow_links),
         results=Path(results or folder / "results"),
         plan=plan,
     )

@@ -55,9 +55,11 @@ Ended = Callable[[Run], None]
 
 
 class Store:
-    def __init__(self, folder: Path, texts: Path | None = None) -> None:
-        """`texts`: the folder that the files of `TEXTS` are below."""
+    def __init__(self, folder: Path, texts: Path | None = None, follow_links: bool = False) -> None:
+        """`texts`: the folder that the files of `TEXTS` are below. `follow_links`: whether runs may
+        write through links that lead out of their folders."""
         self.path, self.texts = folder.absolute(), texts
+        self.options = ("--follow-links",) if follow_links else ()
         self.failures: dict[str, str] = {}
         """Why runs that `train` has started did not end, by their keys."""
 
@@ -121,6 +123,7 @@ class Store:
             run=self.folder(run),
             log=self.path / "logs" / f"{run.key}.log",
             module=module,
+            options=self.options,
         )
 
     def _with_data(self, recipe: Recipe) -> Recipe:

@@ -330,7 +330,9 @@ class TaskLoader:
         pass
 
 
-def train_task(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
+def train_task(
+    recipe: Recipe, out: Path, resume: bool = False, follow_links: bool = False
+) -> TrainResult:
     """`parcae.train` for a recipe whose source is a task; on one device."""
     task = find_task(recipe.data.sources[0])
     keep_freed_memory()
@@ -338,7 +340,7 @@ def train_task(recipe: Recipe, out: Path, resume: bool = False) -> TrainResult:
         stack.enter_context(SpinLimiter())
         workers = Workers(training_device(recipe.run.device))
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
-        check_links(out, WRITTEN)
+        check_links(out, WRITTEN, follow_links)
         stack.enter_context(lock_folder(out))
         if not resume:
             _start(out, recipe)
@@ -381,11 +383,13 @@ def main(arguments: Sequence[str]) -> int:
     train.add_argument("recipe", nargs="?", type=Path)
     train.add_argument("--out", type=Path)
     train.add_argument("--resume", type=Path, metavar="RUN")
+    train.add_argument("--follow-links", action="store_true")
     options = parser.parse_args(arguments)
     if options.resume is not None:
-        result = train_task(read_recipe(options.resume), options.resume, resume=True)
+        recipe, out = read_recipe(options.resume), options.resume
     else:
-        result = train_task(recipe_from_file(options.recipe), options.out)
+        recipe, out = recipe_from_file(options.recipe), options.out
+    result = train_task(recipe, out, options.resume is not None, options.follow_links)
     return 1 if result.status == "diverged" else 0
 
 

@@ -149,7 +149,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         raise FileError(f"{path}: no such file. Is the checkpoint complete?") from None
     except FileError:
         raise
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
         reason = str(error)[:300]
         raise FileError(f"{path}: cannot be read ({reason}). Is it truncated?") from None
 
@@ -182,6 +182,7 @@ def _join(folder: Path, shards: Sequence[Path]) -> dict[str, Tensor]:
 
     try:
         for path in shards:  # torch.distributed believes what their headers say
+            check_regular(path)
             with safe_open(path, "pt"):
                 pass
         reader = HuggingFaceStorageReader(str(folder))
