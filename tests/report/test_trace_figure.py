@@ -73,6 +73,21 @@ def test_settled_is_when_the_prediction_no_longer_changes():
     assert trace.settled.tolist() == [1, 3, 2, 4]
 
 
+@pytest.mark.parametrize(
+    ("losses", "conclusion"),
+    [
+        ([3.0], "One loop: a mean loss of 3.00 nats."),
+        ([3.0, 2.2, 2.05, 2.0], "4 loops lower the mean loss from 3.00 to 2.00 nats, 3 do nine"),
+        ([2.0, 2.5], "2 loops raise the mean loss from 2.00 to 2.50 nats; 1 of 2 predictions are"),
+        ([2.0, 1.5, 2.001], "The mean loss is 2.00 nats after 1 and 3 loops; 1 of 2 predictions"),
+    ],
+)
+def test_the_conclusion_says_what_the_loops_did(losses, conclusion):
+    loss = torch.tensor(losses)[:, None].expand(-1, 2)
+    predicted = torch.tensor([[1, 1]] * (len(losses) - 1) + [[1, 2]])
+    assert LoopTrace(torch.zeros(2), loss, loss, predicted).conclusion.startswith(conclusion)
+
+
 def test_what_cannot_be_traced_is_refused(model):
     with pytest.raises(ConfigError, match="the first one is not predicted"):
         trace_loops(model, [5])
@@ -128,7 +143,9 @@ def test_the_table_has_a_row_for_each_token_and_a_mean(capsys, folder, model, tm
     rows = [line.split() for line in lines if line.startswith("  '")]
     assert len(rows) == len(ids)
     mean = next(line for line in lines if line.startswith("  mean")).split()
-    assert mean[1:4] == [f"{trace.loss[t - 1].mean():.2f}" for t in (1, 2, 4)]
+    change = f"{(trace.loss[-1] - trace.loss[0]).mean():+.2f}"
+    assert mean[1:5] == [change, *(f"{trace.loss[t - 1].mean():.2f}" for t in (1, 2, 4))]
+    assert lines[0] == trace.conclusion
     assert any("'['" in line or "' ['" in line for line in lines)  # no markup in a token
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert lines[-1] == f"wrote {picture}"

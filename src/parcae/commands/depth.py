@@ -155,6 +155,7 @@ def _print_table(trace: LoopTrace, names: list[str]) -> None:
     rows = [
         (
             names[token],
+            f"{trace.loss[-1, index] - trace.loss[0, index]:+.2f}",
             *(f"{trace.loss[t - 1, index]:.2f}" for t in depths),
             f"{trace.change[-1, index]:.2g}",
             settled[index],
@@ -164,14 +165,16 @@ def _print_table(trace: LoopTrace, names: list[str]) -> None:
         for index, token in enumerate(trace.targets.tolist())
     ]
     means = (f"{trace.loss[t - 1].mean():.2f}" for t in depths)
+    gain = f"{(trace.loss[-1] - trace.loss[0]).mean():+.2f}"
     change = f"{trace.change[-1].mean():.2g}"
-    rows.append(("mean", *means, change, f"{sum(settled) / len(settled):.1f}", "", ""))
-    columns = ("token", *(f"T={t}" for t in depths), "last change", "settled at")
+    rows.append(("mean", gain, *means, change, f"{sum(settled) / len(settled):.1f}", "", ""))
+    columns = ("token", "loss by looping", *(f"T={t}" for t in depths), "last change", "settled at")
     columns = (*columns, "prediction T=1", f"prediction T={trace.loops}")
     title = (
-        "Loss in nats after T loops; relative change of the state by the last loop; loop after "
-        "which the prediction no longer changes"
+        "Change of the loss since the first loop, in nats; loss after T loops; relative change of "
+        "the state by the last loop; loop after which the prediction no longer changes"
     )
+    console.out.print(f"{trace.conclusion}\n", highlight=False, soft_wrap=True)
     console.out.print(console.table(title, columns, rows))
 
 
@@ -184,6 +187,7 @@ def _print_json(
         "checkpoint": str(folder),
         "picture": str(path),
         "loops": trace.loops,
+        "conclusion": trace.conclusion,
         "tokens_of_text": token_count,
         "mean_loss": trace.loss.mean(1).tolist(),
         "mean_change": trace.change.mean(1).tolist(),

@@ -48,6 +48,24 @@ class LoopTrace:
         after = torch.arange(1, self.loops + 1)[:, None] * differs
         return after.amax(0) + 1
 
+    @property
+    def conclusion(self) -> str:
+        """One line: what the loops after the first do to loss and predictions."""
+        means = self.loss.mean(1).tolist()
+        first, last, gain = means[0], means[-1], means[0] - means[-1]
+        if self.loops == 1:
+            return f"One loop: a mean loss of {first:.2f} nats."
+        settled = int((self.settled == 1).sum())
+        after = f"{settled} of {len(self.targets)} predictions are those of the first loop."
+        if f"{first:.2f}" == f"{last:.2f}":
+            return f"The mean loss is {last:.2f} nats after 1 and {self.loops} loops; {after}"
+        if gain < 0:
+            text = f"{self.loops} loops raise the mean loss from {first:.2f} to {last:.2f} nats"
+            return f"{text}; {after}"
+        most = next(t for t, loss in enumerate(means, 1) if first - loss >= 0.9 * gain)
+        text = f"{self.loops} loops lower the mean loss from {first:.2f} to {last:.2f} nats"
+        return f"{text}, {most} do nine tenths of it; {after}"
+
 
 @torch.no_grad()
 def trace_loops(model: LanguageModel, tokens: Sequence[int], loops: int | None = None) -> LoopTrace:

@@ -18,8 +18,8 @@ LETTERS = str.maketrans({" ": "␣", "\n": "↵", "\r": "←", "\t": "→"})
 
 
 def draw_trace(trace: LoopTrace, labels: Sequence[str], title: str, path: str | Path) -> Path:
-    """Draw loss and change by colour, loops downwards and tokens across. `labels` are the texts of
-    the predicted tokens."""
+    """Draw what the loops change, the loss and the change of the state by colour, loops downwards
+    and tokens across. `labels` are the texts of the predicted tokens."""
     from matplotlib.colors import LogNorm, Normalize
 
     columns, loops = len(labels), trace.loops
@@ -29,13 +29,13 @@ def draw_trace(trace: LoopTrace, labels: Sequence[str], title: str, path: str | 
     gain = loss - loss[0]
     far = max(float(abs(gain).max()), 1e-3)
     with plotting.figure(3, 1, width=width, height=height) as (canvas, (above, middle, below)):
-        canvas.suptitle(_drawable(title), x=0.012, ha="left", fontweight="bold", fontsize=12)
-        shades = Normalize(0, max(float(loss.max()), 1e-6))
-        _panel(canvas, above, loss, "YlGnBu", shades, "{:.2f}")
-        _title(above, "Loss of each token after T loops, in nats", "mean")
+        canvas.suptitle(f"{_drawable(title)}\n{trace.conclusion}", x=0.012, ha="left", fontsize=11)
+        _panel(canvas, above, gain, "RdBu_r", Normalize(-far, far), "{:+.2f}")
+        _title(above, "Change of the loss since the first loop, in nats", "mean")
         _mark_settled(above, trace)
-        _panel(canvas, middle, gain, "RdBu_r", Normalize(-far, far), "{:+.2f}")
-        _title(middle, "Change of the loss since the first loop, in nats", "mean")
+        shades = Normalize(0, max(float(loss.max()), 1e-6))
+        _panel(canvas, middle, loss, "YlGnBu", shades, "{:.2f}")
+        _title(middle, "Loss of each token after T loops, in nats", "mean")
         shades = LogNorm(min(float(change.min()), 0.5), 1.0)
         _panel(canvas, below, change, "magma", shades, "{:.2g}")
         label = r"Relative change of the state by each loop: $\|h_t - h_{t-1}\| \, / \, \|h_t\|$"
