@@ -222,15 +222,25 @@ def test_connections_without_a_request_are_closed(monkeypatch):
     stopping.thread.join(60)
 
 
-def test_the_second_signal_ends_at_once(monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_second_signal_ends_at_once(monkeypatch, reads):
+    """Also where a client does not read what it is sent, the error among it."""
+    monkeypatch.setattr(server_module, "SEND_SECONDS", 0.2)
     stopping = Stopping(monkeypatch, drain_seconds=1000)
+    if not reads:
+        monkeypatch.setattr(server_module, "end", lambda app: None)
     lines = stopping.write()
     next(lines)
-    assert not stopping.server.force_exit
     stopping.stop()
+    if reads:
+        *_, last = lines
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+    else:
+        with pytest.raises(httpx.TransportError):
+            list(lines)
     stopping.thread.join(60)
     assert not stopping.thread.is_alive()
-    lines.close()
 
 
 def test_the_command_refuses_what_cannot_work(tmp_path, monkeypatch, capsys, folder):

@@ -177,7 +177,7 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(config)
         self._app, self._on_start = app, on_start
-        self.engine_failed = False
+        self.engine_failed = self._ends_at_once = False
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
@@ -194,9 +194,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Shut down at the first signal, end at the second."""
+        """Shut down at the first signal, end texts at the second."""
         if self.should_exit:
-            self.force_exit = True
+            self._ends_at_once = True
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.should_exit = True
 
@@ -205,7 +205,20 @@ class Server(uvicorn.Server):
         drain(self._app)
         seconds = self._app.state.settings.drain_seconds
         timer = asyncio.get_running_loop().call_later(seconds, end, self._app)
+        ending = asyncio.create_task(self._end_at_once())
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            ending.cancel()
+
+    async def _end_at_once(self) -> None:
+        """At a second signal. uvicorn's `force_exit` alone waits for connections from Python 3.12
+        on, and cuts them off without an error before."""
+        while not self._ends_at_once:
+            await asyncio.sleep(0.05)
+        end(self._app)
+        await asyncio.sleep(SEND_SECONDS)
+        self.force_exit = True
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # pyright: ignore[reportOptionalMemberAccess]
