@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
 import threading
 import time
 from collections import Counter
@@ -65,7 +68,8 @@ class RunningServer:
 
     def stop(self, at_once: bool = False) -> None:
         """`at_once`: without waiting for the texts that are being written."""
-        self.server.force_exit = at_once
+        if at_once:
+            self.server.config.timeout_graceful_shutdown = 0
         self.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
@@ -100,7 +104,8 @@ def complete(checkpoint):
     """What the engine writes with the settings of the page."""
     engine = Engine(checkpoint.model, checkpoint.tokenizer)
     ends = [checkpoint.tokenizer.token_bytes.index(name) for name in (b"<|bos|>", b"<|eos|>")]
-    return partial(engine.generate, stop_tokens=ends, loops=4, temperature=0.8, seed=SEED)
+    settings = {"stop_tokens": ends, "loops": 4, "temperature": 0.8, "seed": SEED}
+    return partial(engine.generate, exit="kl:0.002", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +148,13 @@ def move(page, slider, steps):
         page.press("ArrowRight" if steps > 0 else "ArrowLeft")
 
 
+def no_exit(page):
+    page.evaluate(
+        "for (const slider of document.querySelectorAll('.exit')) {"
+        " slider.value = 0; slider.dispatchEvent(new Event('input', {bubbles: true})); }"
+    )
+
+
 def generate(page):
     page.click("#generate")
     page.wait(DONE)
@@ -157,7 +169,9 @@ def test_types_moves_sliders_and_shows_the_loops_of_each_token(open_page, comple
     write(page, "#max-tokens", 40)
     move(page, "#temperature", 4)
     move(page, ".loops", 4)
-    move(page, ".exit", 6)
+    assert page.text(".exit-value") == "< 0.002"
+    page.evaluate("$('rule').value = 'state', $('rule').dispatchEvent(new Event('change'))")
+    move(page, ".exit", 4)
     assert page.text(".loops-value") == "8"
     assert page.text(".exit-value") == "< 5\u00a0%"
     page.evaluate("$('prompt').focus()")
@@ -197,6 +211,7 @@ def test_two_depths_are_written_at_the_same_time(open_page, complete, server):
     page = open_page(width=1440)
     page.click("#compare")
     assert page.text(".side:nth-child(2) .loops-value") == "1"
+    no_exit(page)
     write(page, "#seed", SEED)
     write(page, "#max-tokens", 30)
     page.evaluate(
@@ -207,7 +222,7 @@ def test_two_depths_are_written_at_the_same_time(open_page, complete, server):
         deep, shallow = generate(page)
     order = page.evaluate("order.join('')")
     assert "0" in order.rstrip("0")[order.index("1") :], f"one after the other: {order}"
-    texts = [complete("import ", loops=loops, max_new_tokens=30) for loops in (4, 1)]
+    texts = [complete("import ", exit=None, loops=t, max_new_tokens=30) for t in (4, 1)]
     assert [deep["text"], shallow["text"]] == [text.text for text in texts]
     assert set(deep["loops"]) == {4}
     assert set(shallow["loops"]) == {1}
@@ -222,8 +237,7 @@ def test_a_token_shows_what_each_loop_predicted(open_page, complete, checkpoint)
     page = open_page()
     write(page, "#seed", SEED)
     write(page, "#max-tokens", 24)
-    page.evaluate("$('rule').value = 'kl', $('rule').dispatchEvent(new Event('change'))")
-    move(page, ".exit", 5)
+    move(page, ".exit", 3)
     assert page.text(".exit-value") == "< 0.02"
     generate(page)
     text = complete("import ", exit="kl:0.02", max_new_tokens=24)
@@ -331,8 +345,9 @@ def test_continues_when_the_server_is_back(open_page, checkpoint, complete, says
     try:
         page = open_page(server.url)
         write(page, "#seed", SEED)
+        no_exit(page)  # after a break, tokens are read with all loops
         write(page, "#max-tokens", 100)
-        with server.slowed(0.2):  # 20 s
+        with server.slowed(0.1):  # 10 s
             page.click("#generate")
             page.wait("document.querySelectorAll('.token').length > 5")
             if says_so:
@@ -342,7 +357,7 @@ def test_continues_when_the_server_is_back(open_page, checkpoint, complete, says
         page.wait("$('status').dataset.state === 'lost'")
         assert page.text("#status").startswith("No connection to the server. What is written is")
         kept = page.evaluate(SIDES)[0]["text"]
-        expected = complete("import ", max_new_tokens=100)
+        expected = complete("import ", exit=None, max_new_tokens=100)
         assert len(kept) < len(expected.text)
         assert expected.text.startswith(kept)
         server.start()
@@ -390,9 +405,23 @@ CONTRAST = """(() => {
   });
   const ink = luminance(paper, getComputedStyle(token).color);
   const contrast = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+  const styles = [0, 1, 2, 3, 4, 5, 6, 7].map(loop => {
+    token.style.setProperty("--depth", loop / 7);
+    return getComputedStyle(token).backgroundColor;
+  });
   const lowest = Math.min(...tints.map(tint => contrast(tint, ink)));
-  return {paper: luminance(paper), tints, lowest};
+  return {paper: luminance(paper), tints, lowest, styles};
 })()"""
+
+
+def closest(styles):
+    """The smallest distance of neighbouring colours, in OKLab."""
+    points = []
+    for style in styles:
+        light, chroma, hue = (float(x) for x in re.findall(r"[-\d.]+", style)[:3])
+        angle = math.radians(hue)
+        points.append((light, chroma * math.cos(angle), chroma * math.sin(angle)))
+    return min(math.dist(a, b) for a, b in itertools.pairwise(points))
 
 
 @pytest.mark.parametrize(("width", "dark"), [(375, True), (375, False), (1280, True)])
@@ -420,6 +449,8 @@ def test_fits_a_phone_and_is_readable_in_the_dark(open_page, width, dark):
     colours = page.evaluate(CONTRAST)
     assert (colours["paper"] < 0.1) == dark
     assert colours["lowest"] >= 4.5, "WCAG AA for text"
+    if dark:
+        assert closest(colours["styles"]) > 0.045, "neighbours among eight are told apart"
     assert colours["tints"] == sorted(colours["tints"], reverse=not dark), "an order by lightness"
 
 

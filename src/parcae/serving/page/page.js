@@ -3,6 +3,7 @@
 
 const $ = id => document.getElementById(id);
 const EXIT_THRESHOLDS = [null, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5];
+const DEFAULT_EXIT = {rule: "kl", threshold: 0.002};
 const MAX_RESUMES = 5;
 const RULES = {state: "change of state", kl: "change of prediction"};
 const VISIBLE = {" ": "␣", "\n": "↵", "\r": "←", "\t": "→"};
@@ -129,7 +130,7 @@ class Side {
     this.loopsElement.value = looped ? (isSecond ? Math.max(1, Math.round(loops / 4)) : loops) : 1;
     this.loopsElement.disabled = !looped;
     this.exitElement.disabled = !rules.length;
-    if (this.exitElement.disabled) this.exitElement.value = 0;
+    this.exitElement.value = rules.includes(DEFAULT_EXIT.rule) ? EXIT_THRESHOLDS.indexOf(DEFAULT_EXIT.threshold) : 0;
     this.showSettings();
   }
 
@@ -310,6 +311,7 @@ function chooseModel() {
   // A number of loops has a slider of its own.
   const rules = model.parcae.exit_rules.filter(rule => rule !== "budget").sort((a, b) => (b in RULES) - (a in RULES) || b.localeCompare(a));
   $("rule").replaceChildren(...rules.map(rule => new Option(RULES[rule] ?? rule, rule)));
+  if (rules.includes(DEFAULT_EXIT.rule)) $("rule").value = DEFAULT_EXIT.rule;
   first.setModel(model.parcae, false);
   second.setModel(model.parcae, true);
 }
