@@ -211,3 +211,50 @@ def test_replaced_bytes_are_counted(folder: Path, tmp_path: Path, capsys) -> Non
     assert "2 characters of the text are U+FFFD" in message
     assert "none is left to train on" in message
     assert read_manifest(out)["replaced"] == 2
+
+
+@pytest.mark.slow
+def test_lines_that_separate_documents_are_found(folder, tmp_path, capsys):
+    """Stories between lines of <|endoftext|>, as TinyStories has them: one document without
+    --separator, all of it held out."""
+    stories, vocabulary = tmp_path / "stories.txt", tmp_path / "t.json"
+    stories.write_text("".join(f"Story {i}.\n<|endoftext|>\n" for i in range(200)))
+    hint = f"{stories}: has lines '<|endoftext|>', but no separator is given."
+    train = ("tokenizer", "train", stories, "--size", "270", "--document-cap", "100")
+    assert run(*train, "--out", vocabulary) == 0
+    assert hint in capsys.readouterr().err
+    prepare = ("data", "prepare", stories, "--tokenizer", vocabulary)
+    assert run(*prepare, "--validation-fraction", "0.99999", "--out", tmp_path / "one") == 1
+    error = capsys.readouterr().err
+    assert "none is left to train on" in error
+    assert hint in error
+    separated = ("--separator", "<|endoftext|>", "--validation-fraction", "0.1")
+    assert run(*prepare, *separated, "--out", tmp_path / "all") == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_an_option_that_was_given_is_not_recommended(folder, tmp_path, capsys):
+    text, vocabulary, start = tmp_path / "a.txt", tmp_path / "t.json", ("--document-start", "^# ")
+    text.write_text("One text without a heading. " * 50)
+    train = ("tokenizer", "train", text, "--size", "270", "--document-cap", "100")
+    assert run(*train, "--out", vocabulary, *start) == 0
+    trained = capsys.readouterr().err
+    fraction = ("--validation-fraction", "0")
+    run(
+        "data",
+        "prepare",
+        text,
+        "--tokenizer",
+        vocabulary,
+        "--out",
+        tmp_path / "s",
+        *fraction,
+        *start,
+    )
+    prepared = capsys.readouterr().err
+    assert "document_start: '^# ' splits the text file nowhere" in trained
+    assert "document_start: '^# ' splits the text file nowhere" in prepared
+    assert "No documents are held out" in prepared
+    for message in (trained, prepared):
+        assert "--document-start" not in message

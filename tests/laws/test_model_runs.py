@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -262,11 +264,44 @@ def test_a_grid_of_learning_rates_is_not_taken_for_repeats():
         for rate in (0.0, 0.02)
         for place, one in enumerate(rows_of())
     ]
-    assert "same loops and FLOPs differ in learning_rate" in fit_rows(rows).warnings[0]
+    everything = fit(rows, **QUICK, best_of=[]).models["m"].warnings[0]
+    assert "same loops and FLOPs differ in learning_rate" in everything
+    assert "fitted to all of them" in everything
+    assert "laws are fitted to the best of them" in fit_rows(rows).warnings[0]
     roles = [{**one, "role": "held-out" if one["learning_rate"] else "fit"} for one in rows]
     assert not any("differ in" in message for message in fit_rows(roles).warnings)
     seeds = [{**one, "seed": seed} for seed in (0, 1) for one in rows_of()]
     assert not any("differ in" in message for message in fit_rows(seeds).warnings)
+
+
+def test_the_best_rate_of_each_point_is_fitted():
+    """It is another one at each number of loops; every rate has two seeds."""
+    best = {2: 0.01, 4: 0.02, 6: 0.02, 8: 0.02}
+    rows = [
+        {
+            **one,
+            "run": f"{index}-{rate}-{seed}",
+            "seed": seed,
+            "learning_rate": rate,
+            "log_rate": math.log(rate),
+            "loss": one["loss"] * (1 + 0.001 * seed + 0.1 * (rate != best[one["mean_loops"]])),
+        }
+        for index, one in enumerate(rows_of())
+        for rate in (0.01, 0.02)
+        for seed in (0, 1)
+    ]
+    table = table_from_rows(rows)
+    runs = runs_of_model(table, "m")
+    kept = [row for row in rows if row["learning_rate"] == best[row["mean_loops"]]]
+    assert sorted(runs.points.loss) == sorted(row["loss"] for row in kept)
+    assert len(np.unique(runs.points.run)) == len(kept)
+    (message,) = runs.mixed_settings()
+    assert "differ in learning_rate; laws are fitted to the best" in message
+    assert "learning_rate 0.02 at 9 of 12 points; learning_rate 0.01 at 3 of 12" in message
+    assert len(runs_of_model(table, "m", []).points.loss) == len(rows)
+    assert len(runs_of_model(table, "m", ["learning_rate"]).points.loss) == len(kept)
+    with pytest.raises(FitError, match=r"best_of: no column 'rate'. Columns: model, "):
+        runs_of_model(table, "m", ["rate"])
 
 
 @pytest.mark.slow

@@ -6,14 +6,17 @@ import csv
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from scipy import stats
 
 import fake_runs as fakes
 import parcae
 from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.files import FileError, write_json, write_sealed
+from parcae.recipe import write_toml
 
 
 def evaluate(folder: Path, right: list[int], checkpoint: str = "step-00000060") -> Path:
@@ -177,3 +180,60 @@ def test_losses_of_different_held_out_rows_are_named(tmp_path, capsys):
     assert longer != recipe
     (runs[1] / "recipe.toml").write_text(longer)
     assert len(parcae.compare(*runs[:2]).notes) == 1
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory) -> dict[str, Any]:
+    """Losses at T = 8 of two recipes with three seeds each, whose runs are in `folder`."""
+    root = tmp_path_factory.mktemp("seeded")
+    losses = {"a": [3.0, 3.1, 3.3], "b": [3.2, 3.25, 3.6]}
+    for name, values in losses.items():
+        for seed, loss in enumerate(values):
+            folder = fakes.looped_run(root / f"{name}-{seed}")
+            changes = {"run": {"seed": seed}, "optimiser": {"lr": 0.01 if name == "a" else 0.02}}
+            (folder / "recipe.toml").write_text(write_toml(fakes.recipe(**changes)))
+            result = json.loads((folder / "result.json").read_text())
+            result["validation"]["8"]["loss"] = loss
+            write_sealed(folder / "result.json", result)
+    return {"folder": root, **losses}
+
+
+def test_means_and_paired_differences_over_seeds(seeded):
+    """Against scipy, which computes the interval and the p of paired values in another way."""
+    comparison = parcae.compare(*sorted(seeded["folder"].iterdir()))
+    a, b = (row for row in comparison.seeds if row["metric"] == "loss")
+    for row, losses in ((a, seeded["a"]), (b, seeded["b"])):
+        test = stats.ttest_1samp(losses, 0).confidence_interval(0.95)
+        assert row["seeds"] == 3
+        assert row["mean"] - row["mean_error"] == pytest.approx(test.low)
+        assert row["mean"] + row["mean_error"] == pytest.approx(test.high)
+    test = stats.ttest_rel(seeded["b"], seeded["a"])
+    assert b["p"] == pytest.approx(test.pvalue)
+    assert b["difference"] + b["difference_error"] == pytest.approx(test.confidence_interval().high)
+    assert (a["runs"], b["runs"], b["pairs"]) == ("a-0 and 2 more", "b-0 and 2 more", 3)
+    assert a["difference"] is None
+
+
+def test_one_run_of_each_recipe_has_no_seeds(seeded):
+    folder = seeded["folder"]
+    assert parcae.compare(folder / "a-0", folder / "b-0").seeds == []
+    rows = parcae.compare(folder / "a-0", folder / "a-1", folder / "b-1").seeds
+    (b,) = (row for row in rows if row["runs"] == "b-1" and row["metric"] == "loss")
+    assert (b["pairs"], b["mean_error"], b["difference_error"]) == (1, None, None)
+    assert b["difference"] == pytest.approx(3.25 - 3.1)
+
+
+def test_every_number_of_loops_is_paired_with_itself(seeded):
+    rows = parcae.compare(*sorted(seeded["folder"].iterdir()), loops="each").seeds
+    by_loops = {(r["runs"], r["loops"]): r for r in rows if r["metric"] == "loss"}
+    assert by_loops["b-0 and 2 more", 8]["difference"] == pytest.approx(0.65 / 3)
+    assert by_loops["b-0 and 2 more", 1]["difference"] == 0
+
+
+def test_the_seeds_are_printed_and_reported(seeded, tmp_path, capsys):
+    folders = sorted(map(str, seeded["folder"].iterdir()))
+    assert main(["compare", *folders]) == 0
+    assert "3.133 ± 0.379" in capsys.readouterr().out
+    page = parcae.write_report(folders[:2], tmp_path).read_text()
+    assert "<h2>Over seeds</h2>" in page
+    assert "<h2>Over seeds</h2>" not in parcae.write_report(folders[0], tmp_path).read_text()

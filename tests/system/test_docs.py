@@ -29,6 +29,8 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | 
 SHORTER = {"steps = 500": "steps = 8", "steps = 200": "steps = 4"}
 """Budgets of recipes on the pages, and those that a test uses instead."""
 
+SHORT_RATE = "--budget.steps 4"
+"""An option that shortens the pair of recipes at a high learning rate."""
 SHORT_DEMO = "--budget.steps 6 --run.sample_tokens 4 --run.validation_rows 4"
 """Options that shorten `make demo` to seconds; later commands of a page may use its run."""
 
@@ -86,7 +88,8 @@ def steps(page: Path) -> list[Step]:
                 if command[:2] == ["make", "demo"]:
                     result.append(["demo", *shlex.split(SHORT_DEMO)])
                 elif command[:1] == ["parcae"]:
-                    result.append(command[1:])
+                    short = SHORT_RATE if command[2:3] and "high-rate-" in command[2] else ""
+                    result.append([*command[1:], *short.split()])
                 elif command[:1] == ["mv"]:
                     result.append(f"import shutil; shutil.move({command[1]!r}, {command[2]!r})")
                 elif command[:1] == ["timeout"]:

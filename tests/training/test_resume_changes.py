@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -202,7 +203,7 @@ def test_what_changes_the_learning_is_refused_with_both_values(how, killed, tmp_
         with pytest.raises(ConfigError) as caught:
             parcae.train(run, resume=True, **(changes if how == "flag" else {}))
         assert message.format(run) in str(caught.value)
-        assert f"`start_from` {run}" in str(caught.value)
+        assert f"parcae train {run}/recipe.toml --start-from {run} --" in str(caught.value)
         (run / "recipe.toml").write_bytes(kept)
 
 
@@ -292,3 +293,41 @@ def test_a_depth_per_micro_batch_needs_the_same_micro_batches(shards, tmp_path):
         ConfigError, match=r"data\.micro_batch: 1, but the run in .* has 2, on whic"
     ):
         parcae.train(run, resume=True, data={"micro_batch": 1})
+
+
+CONSTANT = {"cooldown_fraction": 0.0, "weight_decay_to_zero": False}
+
+
+@pytest.mark.slow
+def test_a_finished_run_at_a_constant_rate_is_extended(shards, tmp_path):
+    """Bit for bit to the run that had the longer budget from the start."""
+    short, long = (
+        runs.recipe(shards, schedule=CONSTANT, budget={"steps": steps}) for steps in (4, 6)
+    )
+    parcae.train(short, tmp_path / "short")
+    extended = parcae.train(tmp_path / "short", resume=True, budget={"steps": 6})
+    whole = parcae.train(long, tmp_path / "long")
+    assert (extended.status, extended.steps) == ("finished", 6)
+    assert runs.curve(extended.folder) == runs.curve(whole.folder)
+    assert extended.losses == whole.losses
+    assert read_recipe(extended.folder).budget.steps == 6
+    for budget in ({"steps": 8, "max_minutes": 1}, {"minutes": 1}):
+        with pytest.raises(ConfigError, match="learning rates or weight decays so far depend"):
+            parcae.train(extended.folder, resume=True, budget=budget)
+
+
+@pytest.mark.slow
+def test_a_new_budget_must_give_the_same_steps_so_far(shards, tmp_path):
+    cooling = {"cooldown_steps": 2, "weight_decay_to_zero": False}
+    recipe, run = runs.recipe(shards, schedule=cooling, budget={"steps": 6}), tmp_path / "run"
+    train_until(KILLED, recipe, run)  # its last checkpoint, at step 3, is before the cool-down
+    with pytest.raises(ConfigError, match="learning rates or weight decays so far depend"):
+        parcae.train(run, resume=True, budget={"steps": 3})
+    assert parcae.train(run, resume=True, budget={"steps": 8}).steps == 8
+    with pytest.raises(ConfigError, match="learning rates or weight decays so far depend") as error:
+        parcae.train(run, resume=True, budget={"steps": 10})
+    command = str(error.value).partition("weights: ")[2].rstrip(".")
+    words = shlex.split(command.replace("NEW", str(tmp_path / "next")))
+    assert words[:2] == ["parcae", "train"]
+    assert cli.main(words[1:]) == 0
+    assert parcae.runs.read_result(tmp_path / "next").steps == 10

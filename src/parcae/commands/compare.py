@@ -84,11 +84,15 @@ def _loops(text: str | None) -> Any:
 def _all_tables(comparison: Comparison) -> Iterator[Table]:
     """The table of runs; of two evaluations every count, of more the differences alone."""
     from parcae import console
+    from parcae.report import seeds
     from parcae.report.comparison import DIGITS, TITLES
     from parcae.tables import text_cells
 
     columns, rows = text_cells(comparison.table(), titles=TITLES, digits=DIGITS)
     yield console.table("Runs", columns, rows)
+    if comparison.seeds:
+        cells = text_cells(comparison.seeds, titles=TITLES, digits=seeds.DIGITS)
+        yield console.table("Over seeds", *cells)
     if len(comparison.pairs) == 1:
         (_, pair) = comparison.pairs[0]
         for entry in pair.comparisons:

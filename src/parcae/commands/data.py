@@ -146,14 +146,15 @@ def run_prepare(arguments: argparse.Namespace) -> int:
             options=read_options(arguments),
             report=report,
         )
-    _print_prepared(prepared)
     options, files = read_options(arguments), find_files(arguments.sources)
+    can_train = _print_prepared(prepared, options)
     if note := unsplit_note(files, options, prepared.documents_read):
         console.print_text(note, console=console.err)
-    return 0
+    return 0 if can_train else 1
 
 
-def _print_prepared(prepared: PreparedFolder) -> None:
+def _print_prepared(prepared: PreparedFolder, options: ReadOptions) -> bool:
+    """Print what was written; returns whether a document is left to train on."""
     splits = prepared.table()
     rows = [
         (
@@ -184,19 +185,18 @@ def _print_prepared(prepared: PreparedFolder) -> None:
     if not documents["train"]:
         console.print_text(
             "All documents are held out for validation: none is left to train on. Use more "
-            "documents, or a smaller --validation-fraction.",
+            "documents, or a smaller --validation-fraction, and another or an empty --out.",
             console=console.err,
         )
     if not documents["validation"]:
         remedy = "Increase --validation-fraction to hold some out."
         if prepared.documents_read == 1:
-            remedy = (
-                "The source is one document: split it with --separator or --document-start, or "
-                "hold out other texts with --validation."
-            )
+            split = "" if options.splits else "split it with --separator or --document-start, or "
+            remedy = f"The source is one document: {split}hold out other texts with --validation."
         console.print_text(
             f"No documents are held out for validation. {remedy}", console=console.err
         )
+    return bool(documents["train"])
 
 
 def _register_inspect(actions: Any) -> None:

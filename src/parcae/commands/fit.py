@@ -56,6 +56,13 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         help="seed of starts and bootstrap samples (default: %(default)s)",
     )
     parser.add_argument(
+        "--best-of",
+        action="append",
+        metavar="COLUMN",
+        help="where runs of the same loops and FLOPs differ in this column, fit to the best of "
+        "them; may be repeated, `none` fits to all (default: every setting that differs)",
+    )
+    parser.add_argument(
         "--no-halving",
         action="store_true",
         help="follow every start to convergence instead of dropping the worse ones early; slower "
@@ -85,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             bootstrap_samples=arguments.bootstrap_samples,
             halving=not arguments.no_halving,
             seed=arguments.seed,
+            best_of=[] if arguments.best_of == ["none"] else arguments.best_of,
             progress=progress,
         )
         files = result.save(out, figures=not arguments.no_figures, progress=progress)

@@ -10,9 +10,6 @@ from parcae import console
 from parcae.commands.data import add_read_options, byte_progress, read_options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from parcae.data.sources import SourceFile
     from parcae.data.tokenizer_training import TextUse
 
 
@@ -77,16 +74,17 @@ def run_train(arguments: argparse.Namespace) -> int:
     size, digest = tokenizer.vocab_size, tokenizer.sha256[:12]
     console.print_text(f"{arguments.out}: {size:,} entries, sha256 {digest}")
     files = find_files(arguments.sources)
-    notes = _use_notes(use, tokenizer.vocab_size, arguments.size, files)
-    for line in filter(None, (unsplit_note(files, read_options(arguments), use.documents), *notes)):
+    options = read_options(arguments)
+    can_split = not options.splits and any(file.format == "text" for file in files)
+    notes = _use_notes(use, tokenizer.vocab_size, arguments.size, can_split)
+    for line in filter(None, (unsplit_note(files, options, use.documents), *notes)):
         console.print_text(line, console=console.err)
     return 0
 
 
-def _use_notes(use: TextUse, entries: int, size: int, files: Sequence[SourceFile]) -> list[str]:
+def _use_notes(use: TextUse, entries: int, size: int, can_split: bool) -> list[str]:
     """What the limits cut of the text, and what to do where it was too little."""
     notes, remedy = [], "Use more text, or a smaller --size."
-    text = any(file.format == "text" for file in files)
     if use.characters_cut:
         share = use.characters_cut / (use.characters + use.characters_cut)
         notes.append(
@@ -94,7 +92,7 @@ def _use_notes(use: TextUse, entries: int, size: int, files: Sequence[SourceFile
             f"{use.characters_cut:,} ({share:.1%}), from {use.documents_cut:,} of "
             f"{console.format_items(use.documents, 'document')}. "
             "--document-cap 0 uses whole documents"
-            + ("; --separator and --document-start split a file into documents." if text else ".")
+            + ("; --separator and --document-start split a text file." if can_split else ".")
         )
         remedy = "Use --document-cap 0, or a smaller --size."
     if use.ended_early:

@@ -82,14 +82,27 @@ def read_documents(
             raise FileError(f"{file.path}: contains no document. Remove it from the sources.")
 
 
+MARK = re.compile(r"^<\|[\w-]{1,40}\|>(?=\r?$)", re.MULTILINE)
+"""A line that separates documents in many text corpora, such as <|endoftext|>."""
+
+
 def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: int) -> str | None:
-    """What to check where no text file has a line of the separator; None where one has.
+    """What to check where no text file has a line of the separator, or where one has lines such as
+    <|endoftext|> and no separator is given; else None.
 
     A file may be one document, so this is not an error. `documents` is the number in all files.
     """
     separator, start = options.separator, options.document_start
     texts = [file for file in files if file.format == "text"]
-    if (separator or start) is None or not texts:
+    if not texts:
+        return None
+    if not options.splits:
+        beginning = next(iter(read_file(texts[0].path, "text", options)), ("", 0))[0]
+        if mark := MARK.search(beginning):
+            return (
+                f"{texts[0].path}: has lines {mark[0]!r}, but no separator is given. Separate its "
+                f"documents with --separator '{mark[0]}', in a recipe data.separator."
+            )
         return None
     if documents > len(files):
         if len(texts) == len(files):

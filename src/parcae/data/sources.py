@@ -80,6 +80,11 @@ class ReadOptions:
             )
 
     @property
+    def splits(self) -> bool:
+        """Whether a text file may be several documents."""
+        return self.separator is not None or self.document_start is not None
+
+    @property
     def identity(self) -> dict[str, Any]:
         """The options by name, without an unset separator: shards from before it stay valid."""
         return {name: v for name, v in vars(self).items() if name != "separator" or v is not None}

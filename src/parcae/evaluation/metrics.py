@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 TIE = 1e-6
 """Losses in nats that differ by less are equal: rounding alone makes such differences."""
+CONFIDENCE = 0.95
 MAX_EXPONENT = 700
 """exp of more overflows float64 (at 709.8)."""
 
@@ -72,3 +73,15 @@ def ratio(values: Sequence[float], sizes: Sequence[int]) -> tuple[float, float |
         return quotient, None
     squares = sum((v - quotient * s) ** 2 for v, s in zip(values, sizes, strict=True))
     return quotient, (squares * count / (count - 1)) ** 0.5 / total
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean and half the width of Student's 95 % interval, infinite for a single value."""
+    import numpy as np
+    from scipy import stats
+
+    numbers = np.asarray(values, dtype=float)
+    if len(numbers) < 2 or not np.isfinite(numbers).all():
+        return float(numbers.mean()), math.inf
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1) * stats.sem(numbers)
+    return float(numbers.mean()), float(half)

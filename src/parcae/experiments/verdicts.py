@@ -16,12 +16,11 @@ Until all runs of an experiment exist its claims are incomplete; at toy scale th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from scipy import stats
+from parcae.evaluation.metrics import interval
 
 Verdict = Literal[
     *("shown", "shown weakly", "not shown at this scale", "contradicted"),
@@ -34,7 +33,6 @@ CONTRADICTED: Verdict = "contradicted"
 NOT_RUN: Verdict = "not run yet"
 INCOMPLETE: Verdict = "incomplete"
 TOY: Verdict = "toy scale: no verdict"
-CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,6 @@ class Claim:
     verdict: Verdict
     evidence: str = ""
     """The numbers behind the verdict, in one sentence."""
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half the width of Student's 95 % interval, infinite for a single value."""
-    numbers = np.asarray(values, dtype=float)
-    if len(numbers) < 2 or not np.isfinite(numbers).all():
-        return float(numbers.mean()), math.inf
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1) * stats.sem(numbers)
-    return float(numbers.mean()), float(half)
 
 
 def positive(differences: Iterable[float]) -> Verdict:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,8 @@ class FitSettings:
     """0 for no intervals."""
     halving: bool = True
     seed: int = 0
+    best_of: tuple[str, ...] | None = None
+    """Columns of settings of which each point takes the best; None for all that differ."""
 
     def search(self, starts: int) -> Search:
         return Search(starts=starts, seed=self.seed, halving=self.halving)
@@ -171,6 +173,7 @@ def fit(
     bootstrap_samples: int = DEFAULT_BOOTSTRAP_SAMPLES,
     halving: bool = True,
     seed: int = 0,
+    best_of: Sequence[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> FitResult:
     """Fit all scaling laws to a table of runs.
@@ -178,7 +181,9 @@ def fit(
     `table` is a path (.csv, .parquet, or the folder of a sweep), a list of dicts, a dict of columns
     or a DataFrame. Each law is fitted from `starts` random starts (unified laws from twice as many,
     unless `unified_starts` is given), of which `halving` drops the worse ones early. Intervals
-    are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals.
+    are 90 % intervals of `bootstrap_samples` bootstrap samples; 0 for no intervals. Where runs of
+    the same loops and FLOPs differ in settings, laws are fitted to those of the best setting; a
+    list of columns in `best_of` names the settings to choose by, an empty one keeps all runs.
     """
     require_range("starts", starts, f"The default is {DEFAULT_STARTS}.", at_least=1)
     require_range("seed", seed, at_least=0)
@@ -190,9 +195,12 @@ def fit(
     )
     data = as_table(table)
     unified_starts = 2 * starts if unified_starts is None else unified_starts
-    settings = FitSettings(starts, unified_starts, bootstrap_samples, halving, seed)
-    names = looped_models(data)
-    models = {name: fit_model(runs_of_model(data, name), settings, progress) for name in names}
+    columns = None if best_of is None else tuple(best_of)
+    settings = FitSettings(starts, unified_starts, bootstrap_samples, halving, seed, columns)
+    models = {
+        name: fit_model(runs_of_model(data, name, columns), settings, progress)
+        for name in looped_models(data)
+    }
     if not models:
         raise FitError(f"{data.source}: no looped models, only Transformers. Add looped runs.")
     if not any(model.laws or model.test_time or model.parabolas for model in models.values()):

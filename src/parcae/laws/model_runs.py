@@ -12,8 +12,10 @@ fitted to all looped runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -203,6 +205,8 @@ class ModelRuns:
     """For each row the set its run belongs to, of `table.SETS`."""
     mixed: tuple[str, ...] = ()
     """Settings that differ between fitted runs of the same loops and FLOPs."""
+    chosen: tuple[str, ...] = ()
+    """What was chosen where runs of the same loops and FLOPs differed in a setting."""
 
     @property
     def nominal_mask(self) -> np.ndarray:
@@ -281,12 +285,14 @@ class ModelRuns:
             )
 
     def mixed_settings(self) -> list[str]:
-        """A warning if the fitted runs also vary in, for example, the learning rate."""
+        """What was chosen where runs also vary in, for example, the learning rate; a warning if
+        laws are fitted to all of them."""
         if not self.mixed:
-            return []
+            return [*self.chosen]
         return [
+            *self.chosen,
             f"runs of the same loops and FLOPs differ in {', '.join(self.mixed)}, and laws are "
-            "fitted to all of them. Remove the worse ones, or set 'held-out' in a column 'role'."
+            "fitted to all of them. Remove the worse ones, or set 'held-out' in a column 'role'.",
         ]
 
     def check_test_time(self) -> None:
@@ -302,9 +308,15 @@ class ModelRuns:
             )
 
 
-def runs_of_model(table: Table, model: str) -> ModelRuns:
-    """The rows of `model`, divided into fitted, held-out and baseline runs."""
+def runs_of_model(table: Table, model: str, best_of: Sequence[str] | None = None) -> ModelRuns:
+    """The rows of `model`, divided into fitted, held-out and baseline runs.
+
+    Of runs with the same loops and FLOPs that differ in the columns `best_of` (default: in any
+    setting; none for an empty list) only those of the best setting are kept.
+    """
     rows = np.flatnonzero(np.array([name == model for name in table["model"].tolist()]))
+    best, chosen = _best_rows(table, rows, best_of)
+    rows = rows[best]
     points = Points(
         effective_params=table["effective_params"][rows],
         tokens=table["tokens"][rows],
@@ -326,20 +338,72 @@ def runs_of_model(table: Table, model: str) -> ModelRuns:
         fitted = looped & (sets == "grid")
         fitted = fitted if fitted.any() else looped
     cost = cost_model_from(points.mean_loops, points.effective_params, flops / points.tokens)
-    mixed = _mixed(table, rows[fitted], points.take(fitted), budget[fitted])
-    return ModelRuns(model, points, flops, budget, fitted, cost, sets, mixed)
+    cells = list(zip(points.mean_loops[fitted].tolist(), budget[fitted].tolist(), strict=True))
+    mixed = _mixed(table, rows[fitted], points.run[fitted], cells)
+    return ModelRuns(model, points, flops, budget, fitted, cost, sets, mixed, chosen)
 
 
-def _mixed(table: Table, rows: np.ndarray, points: Points, budget: np.ndarray) -> tuple[str, ...]:
-    """Columns constant within each run that differ between runs of the same loops and budget."""
-    mixed = []
-    cells = list(zip(points.mean_loops.tolist(), budget.tolist(), strict=True))
+def _best_rows(
+    table: Table, rows: np.ndarray, best_of: Sequence[str] | None
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Mask of the rows whose setting has the lowest loss at T = mu, the mean over seeds, among the
+    runs with the same loops, FLOPs, set and role; and what was chosen, in words."""
+    loops, runs = table["mean_loops"][rows], table.run[rows]
+    budget = group_budgets(table["budget" if "budget" in table else "flops"][rows])
+    kinds = [table[name][rows].tolist() for name in ("set", "role") if name in table]
+    cells = list(zip(loops.tolist(), budget.tolist(), *kinds, strict=True))
+    names = _mixed(table, rows, runs, cells) if best_of is None else tuple(best_of)
+    if unknown := [name for name in names if name not in table]:
+        raise FitError(f"best_of: no column {unknown[0]!r}. Columns: {', '.join(table.columns)}.")
+    best = np.ones(len(rows), dtype=bool)
+    if not names:
+        return best, ()
+    settings = list(zip(*(table[name][rows].tolist() for name in names), strict=True))
+    nominal = table["test_loops"][rows] == np.maximum(1, np.round(loops))
+    losses: dict[Any, dict[Any, list[float]]] = {}
+    for cell, setting, loss, counts in zip(
+        cells, settings, table["loss"][rows], nominal, strict=True
+    ):
+        of_setting = losses.setdefault(cell, {}).setdefault(setting, [])
+        of_setting += [float(loss)] if counts else []
+    winners = {
+        cell: min(found, key=lambda setting: np.mean(found[setting]))
+        for cell, of_cell in losses.items()
+        if (found := {setting: values for setting, values in of_cell.items() if values})
+        and len(of_cell) > 1
+    }
+    if not winners:
+        return best, ()
+    pairs = zip(cells, settings, strict=True)
+    best = np.array([winners.get(cell, setting) == setting for cell, setting in pairs])
+    counts = Counter(winners.values())
+    listed = "; ".join(
+        f"{', '.join(f'{name} {value}' for name, value in zip(names, setting, strict=True))} "
+        f"at {number} of {len(winners)} points"
+        for setting, number in counts.most_common()
+    )
+    return best, (
+        f"runs of the same loops and FLOPs differ in {', '.join(names)}; laws are fitted to the "
+        f"best of them by the loss at T = mean_loops: {listed}.",
+    )
+
+
+def _mixed(
+    table: Table, rows: np.ndarray, runs: np.ndarray, cells: Sequence[Any]
+) -> tuple[str, ...]:
+    """Columns constant within each run that differ between runs of the same loops and budget; of
+    columns that say the same, such as a rate and its logarithm, the first."""
+    mixed, seen = [], set()
     for name in (name for name in table.columns if name not in NOT_SETTINGS):
         values = [str(value) for value in table[name][rows].tolist()]
-        by_run = set(zip(points.run.tolist(), values, strict=True))
+        by_run = set(zip(runs.tolist(), values, strict=True))
         by_cell = set(zip(cells, values, strict=True))
-        if len(by_run) == len(set(points.run.tolist())) and len(by_cell) > len(set(cells)):
+        order = {value: index for index, value in enumerate(dict.fromkeys(values))}
+        division = tuple(order[value] for value in values)
+        is_setting = len(by_run) == len(set(runs.tolist())) and division not in seen
+        if is_setting and len(by_cell) > len(set(cells)):
             mixed.append(name)
+            seen.add(division)
     return tuple(mixed)
 
 

@@ -4,6 +4,7 @@ comparison = parcae.compare("runs/a", "runs/b", "runs/c")
 pandas.DataFrame(comparison.table())        one row per run
 print(comparison.format("latex"))           the same as text, the best values in bold
 comparison.differences()                    each run minus the first, by task
+comparison.seeds                            means and intervals of runs that differ in the seed only
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from parcae.evaluation.results import RESULT, EvaluationResult
 from parcae.evaluation.suites import SUITES
 from parcae.files import FileError
 from parcae.report.runs import Run, distinct_names, note_on_validation, read_run
+from parcae.report.seeds import NOTE, over_seeds
 from parcae.runs.layout import EVALUATION_FOLDER, RECIPE_FILE, find_run, list_steps, step_of
 from parcae.tables import Best, Format, format_table
 
@@ -100,6 +102,9 @@ class Comparison:
     """The first evaluated run (A) and each other one (B) item by item, with the name of B."""
     notes: list[str]
     """What was left out, and why."""
+    seeds: list[dict[str, Any]]
+    """Mean, interval and difference from the first of runs that differ in the seed only, one row
+    for each group, number of loops and metric; empty without such runs."""
     same_held_out: bool = True
     """Whether the losses are of the same held-out rows; otherwise none of them is the best."""
 
@@ -133,7 +138,12 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """What `parcae compare --json` prints."""
         pairs = [{"run": name, **pair.to_json()} for name, pair in self.pairs]
-        return {"table": self.table(), "pairs": pairs, "notes": self.notes}
+        return {
+            "table": self.table(),
+            "pairs": pairs,
+            "seeds": self.seeds,
+            "notes": self.notes,
+        }
 
 
 def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Comparison:
@@ -151,8 +161,11 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
     compared = _read(runs)
     chosen = _choose(compared, loops)
     rows = [
-        one.row(count) for one, counts in zip(compared, chosen, strict=True) for count in counts
+        [one.row(count) for count in counts] for one, counts in zip(compared, chosen, strict=True)
     ]
+    seeds = over_seeds(
+        [one.run for one in compared], rows, [name for name in BEST if name != "perplexity"]
+    )
     pairs, notes = _compare_pairs(compared, chosen, loops)
     different = note_on_validation([one.run for one in compared if one.run])
     about_runs = [
@@ -161,7 +174,9 @@ def compare(*runs: str | Path | EvaluationResult, loops: Loops = None) -> Compar
         *([different] if different else ()),
         *_stale(compared),
     ]
-    return Comparison(rows, pairs, [*about_runs, *notes], same_held_out=different is None)
+    everything = [row for of_run in rows for row in of_run]
+    notes = [*about_runs, *notes, *([NOTE] if seeds else [])]
+    return Comparison(everything, pairs, notes, seeds, same_held_out=different is None)
 
 
 def _read(runs: Sequence[str | Path | EvaluationResult]) -> list[Compared]:

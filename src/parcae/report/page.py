@@ -24,10 +24,11 @@ from parcae.files import (
 from parcae.laws.fit import FIT_FILE, PAGE_FILE, ModelLaws, read_fit
 from parcae.laws.table import TABLE_FILE
 from parcae.recipe import flatten
-from parcae.report.comparison import compare
+from parcae.report.comparison import TITLES, compare
 from parcae.report.figures import LOOP, TRAINING
 from parcae.report.panel import Figure
 from parcae.report.runs import AXES, Axis, Run, Sweep, note_on_validation, number, read_sources
+from parcae.report.seeds import DIGITS, NOTE
 from parcae.report.tables import (
     NONE,
     count,
@@ -41,6 +42,7 @@ from parcae.report.tables import (
     table,
 )
 from parcae.runs.layout import REPORT_FOLDER
+from parcae.tables import Row, text_cells
 
 TABLE_SUFFIXES = {"markdown": ".md", "csv": ".csv", "latex": ".tex"}
 CONTENT_SECURITY_POLICY = (
@@ -97,7 +99,8 @@ def write_page(
     comparison = compare(*(run.folder for run in runs))
     for format, suffix in TABLE_SUFFIXES.items():
         write_text(out / f"runs{suffix}", comparison.format(format))  # type: ignore[arg-type]
-    write_text(out / "report.html", page(runs, sweeps, training, loop, out, axis))
+    html = page(runs, sweeps, training, loop, out, axis, comparison.seeds)
+    write_text(out / "report.html", html)
     return out / "report.html"
 
 
@@ -108,8 +111,9 @@ def page(
     loop: Sequence[Figure],
     out: Path,
     axis: Axis,
+    seeds: Sequence[Row] = (),
 ) -> str:
-    """The HTML of the page."""
+    """The HTML of the page; `seeds` are the rows of `Comparison.seeds`."""
     css = resources.files("parcae.report").joinpath("page.css").read_text(encoding="utf-8")
     title = runs[0].title
     if sweeps:
@@ -119,6 +123,7 @@ def page(
         title = f"{console.format_items(len(runs), 'run')} compared"
     sections = [
         headlines(runs, sweeps),
+        _section("Over seeds", _over_seeds(seeds)),
         _section("Training", _axes(training) + _figures(training)),
         _section("Inside the loop", _figures(loop)),
         _section("Samples", samples(runs)),
@@ -165,6 +170,13 @@ def headlines(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
         notes.append(re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(note)))
     listed = "".join(f'<p class="note" role="note">{note}</p>\n' for note in notes)
     return f"<section>\n{listed}<h2>Summary</h2>\n{runs_table(runs)}</section>\n"
+
+
+def _over_seeds(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    head, cells = text_cells(rows, titles=TITLES, digits=DIGITS)
+    return table(head, cells, kind="runs") + f"<p>{escape(NOTE)}</p>\n"
 
 
 def _count_inside(runs: Sequence[Run], sweep: Sweep) -> int:

@@ -42,10 +42,11 @@ def start_messages(
             "warm-up never finishes."
         )
     if not learner.can_validate:
+        unsplit = "; a text file is one document unless data.separator or data.document_start"
         yield (
             "The held-out documents do not fill a row, so there is no validation. Increase "
-            "data.validation_fraction; a text file is one document unless data.separator or "
-            "data.document_start splits it."
+            "data.validation_fraction"
+            + ("." if recipe.data.read_options.splits else f"{unsplit} splits it.")
         )
 
 

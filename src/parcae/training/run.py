@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
 
     state = last_state(run)
     before = read_recipe(run) if state is None else recipe_from_tree(state["recipe"])
-    _check_unchanged(before, recipe, run)
+    _check_unchanged(before, recipe, run, 0 if state is None else state["step"])
     check_moved(recipe, before, run)
     copies = set((run / DATA_FOLDER).glob("[0-9]*"))
     prepare_corpora(recipe, run, report)
@@ -184,14 +185,19 @@ def resume_run(run: Path, recipe: Recipe, report: Callable[[str], None]) -> Reci
     return recipe
 
 
-def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
-    """Refuse a setting that changes what is learned."""
+def _check_unchanged(before: Recipe, now: Recipe, run: Path, step: int) -> None:
+    """Refuse a setting that changes what is learned. Another budget may follow `step` where the
+    steps so far would have been the same with it."""
     old, new = flatten(recipe_to_dict(before)), flatten(recipe_to_dict(now))
     for key in differences(old, new):
         table, _, name = key.partition(".")
         if name in MOVED.get(table, ()):
             continue
         reason = "which changes what it learns"
+        if table == "budget":
+            if _extends(before, now, step):
+                continue
+            reason = "on which its learning rates or weight decays so far depend"
         if name in FREE_TO_CHANGE.get(table, ()):
             if key != "data.micro_batch" or now.model.loop.draws_per_sequence:
                 continue
@@ -199,10 +205,32 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path) -> None:
         values = [json.dumps(side[key]) if key in side else "none" for side in (new, old)]
         remedy = "Keep it, or start a new run"
         if table != "model" or name.startswith("loop."):  # others may not fit the weights
-            remedy += f" from these weights with `start_from` {run}"
+            setting = f"--{key} {shlex.quote(values[0])}"
+            remedy += (
+                f" from these weights: parcae train {run / RECIPE_FILE} --start-from {run} "
+                f"{setting} --out NEW{import_options(recorded_imports(run))}"
+            )
         raise ConfigError(
             f"{key}: {values[0]}, but the run in {run} has {values[1]}, {reason}. {remedy}."
         )
+
+
+def _extends(before: Recipe, now: Recipe, step: int) -> bool:
+    """Whether all steps so far have the learning rates, momenta and weight decays of both budgets:
+    they have, if the last one has, since these only begin to fall once."""
+    from parcae.training.schedule import schedule_factors, total_steps
+
+    factors = []
+    for recipe in (before, now):
+        total = total_steps(recipe)
+        if total is None or recipe.budget.clock_minutes is not None or total < step:
+            return False
+        last = schedule_factors(
+            recipe.schedule, recipe.optimiser, step - 1, (step - 1) / total, total
+        )
+        uses_muon = recipe.optimiser.kind == "muon-adamw"
+        factors.append(last if uses_muon else last._replace(weight_decay=1.0))
+    return step == 0 or factors[0] == factors[1]
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
