@@ -305,7 +305,9 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
         console.print_text("\x1b[2Jtext\n")
         console.out.print("wrote \x1b[2J", highlight=False)
         console.out.print(console.table("\x1b[2J", ["a"], [["\x1b[2J"]]))
+        console.print_text("name \u202efdp.exe, half a pair \ud800, \u2066 but emoji 👩‍👩‍👧")
     assert "\x1b" not in captured.get()
+    assert "name \\u202efdp.exe, half a pair \\ud800, \\u2066 but emoji 👩‍👩‍👧" in captured.get()
 
 
 @pytest.mark.slow

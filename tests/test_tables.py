@@ -37,6 +37,13 @@ def test_markdown_by_hand():
     ), "values that look the same are both bold"
 
 
+def test_no_cell_of_csv_is_a_formula():
+    names = ["=cmd|' /C calc'!A0", "+1", "-x", "@sum", "\t=1"]
+    text = format_table([{"run": name, "=1": -2.5} for name in names], "csv")
+    table = list(csv.reader(io.StringIO(text)))
+    assert table == [["run", "'=1"], *([f"'{name}", "-2.5"] for name in names)]
+
+
 def test_latex_by_hand():
     assert format_table(ROWS[1:], "latex", best=BEST) == (
         "\\begin{tabular}{lrrrl}\n\\toprule\n"

@@ -33,13 +33,16 @@ SECONDS_BETWEEN_LINES = 10.0
 """Between two lines of progress where standard output or error is not a terminal."""
 
 
+ORDER = (*range(0x2028, 0x202F), *range(0x2066, 0x206A))
+"""Separators of lines, and the characters that make others be shown in another order."""
 _CONTROL = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
-}
+} | {code: f"\\u{code:04x}" for code in (*ORDER, *range(0xD800, 0xE000))}
 
 
 def printable(text: str) -> str:
-    """`text` with control characters as \\x1b: names of files may contain what a terminal obeys."""
+    """`text` with control characters as \\x1b: names of files may contain what a terminal obeys, or
+    what makes it show another text, as U+202E does."""
     return text.translate(_CONTROL)
 
 

@@ -249,8 +249,9 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """Write UTF-8; halves of surrogate pairs, which JSON and file names may have, as \\ud800."""
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -146,10 +146,16 @@ def _csv(rows: Sequence[Row]) -> str:
     keys = list(dict.fromkeys(key for row in rows for key in row))
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(keys)
+    writer.writerow(map(csv_text, keys))
     for row in rows:
-        writer.writerow("" if _is_missing(row.get(key)) else row[key] for key in keys)
+        cells = ("" if _is_missing(row.get(key)) else row[key] for key in keys)
+        writer.writerow(csv_text(cell) if isinstance(cell, str) else cell for cell in cells)
     return stream.getvalue()
+
+
+def csv_text(text: str) -> str:
+    """A text as a cell that a spreadsheet does not take for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _column(

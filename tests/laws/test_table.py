@@ -231,6 +231,12 @@ def test_a_repeated_text_of_a_parquet_file_is_in_memory_once(tmp_path):
     assert notes[:2] == ["y" * 1000, ""]
 
 
+def test_a_name_is_no_formula_in_a_spreadsheet(tmp_path):
+    path = write_table(tmp_path / "runs.csv", table_from_rows([row(model="=1+1", delta=-1.5)]))
+    assert path.read_text().splitlines()[1].startswith("'=1+1,2,")
+    assert path.read_text().endswith(",-1.5\n")
+
+
 def test_numbers_keep_every_digit(tmp_path):
     loss = float(np.nextafter(3.0, 4.0))
     rows = [row(loss=loss), row(test_loops=5, loss=2.0)]

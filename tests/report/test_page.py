@@ -7,6 +7,7 @@ import html
 import json
 import random
 import re
+import time
 from html.parser import HTMLParser
 
 import numpy as np
@@ -270,6 +271,25 @@ def test_numbers_that_are_not_finite(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_record_of_another_hand(tmp_path):
+    """Keys that are equal as numbers, text that is not Unicode, huge steps, and endless lists."""
+    noise = random.Random(0)
+    lines = [fakes.train_line(step, 9, noise) for step in range(1, 10)]
+    lines[3]["lr"] = dict.fromkeys(map(str, range(2000)), 1e-3)
+    losses = {"1": 3.0, "01": {"loss": 2.0}, "9" * 5000: 1.0, "²": 1.0}
+    losses |= {str(depth): 3.0 for depth in range(2, 2000)}
+    lines.append({"kind": "validation", "step": 5, "losses": losses})
+    lists = ("state_norms", "residuals", "prelude_norms", "first_loop_norms")
+    measured = {name: [1.0] * 300_000 for name in lists}
+    lines += [{**fakes.telemetry_line(step, 9, noise), **measured} for step in (1, 9)]
+    event = {"kind": "event", "what": "spike", "message": "half \ud800 a pair \u202e"}
+    lines += [{**event, "step": step} for step in (10**400, None, "x", *range(3000))]
+    start = time.process_time()
+    content, _ = report(fakes.write_run(tmp_path / "run", lines))
+    assert time.process_time() - start < 60
+    assert "half \\ud800 a pair" in content
+
+
 def test_many_runs_and_many_steps_stay_small(tmp_path):
     folders = [fakes.looped_run(tmp_path / f"run {i}", steps=300, seed=i) for i in range(10)]
     content, _ = report(*folders, out=tmp_path / "out")

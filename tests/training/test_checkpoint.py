@@ -12,6 +12,8 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from parcae import cli
 from parcae.files import FileError
@@ -19,7 +21,7 @@ from parcae.recipe import write_toml
 from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
 from parcae.runs.layout import checkpoint_path, list_steps
 from parcae.training import checkpoint_writer as checkpoint
-from parcae.training.checkpoint_writer import CheckpointWriter, Snapshot
+from parcae.training.checkpoint_writer import CheckpointWriter, ShardWriter, Snapshot
 from parcae.training.distributed import Workers
 from parcae.training.run import train
 from parcae.training.settings import recipe_to_dict
@@ -401,3 +403,17 @@ def test_two_processes_give_up_together(kind, text, tmp_path):
     assert "No space left on device" in first
     assert "another process" in second or "No space left on device" in second
     assert list_steps(tmp_path / "run") == []
+
+
+def test_equal_shards_are_equal_files(tmp_path):
+    tensors = {f"é{index}": torch.full((3, index), float(index)) for index in range(1, 6)}
+    files = []
+    for number in range(8):
+        folder = tmp_path / str(number)
+        save(tensors, storage_writer=ShardWriter(folder, save_distributed=True), no_dist=True)
+        (path,) = folder.iterdir()
+        files.append(path.read_bytes())
+    assert len(set(files)) == 1
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert all(torch.equal(file.get_tensor(name), tensors[name]) for name in tensors)

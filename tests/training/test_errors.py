@@ -70,6 +70,7 @@ WRONG = [
     ({"optimiser": {"lr": -1e-3}}, "optimiser.lr: -0.001 is out of range"),
     ({"optimiser": {"lr": float("nan")}}, "optimiser.lr: nan is out of range"),
     ({"optimiser": {"muon_lr": float("inf")}}, "optimiser.muon_lr: inf is out of range"),
+    ({"optimiser": {"muon_lr": 1e308}}, "optimiser.muon_lr: 1e+308 is out of range"),
     ({"optimiser": {"beta1": 1.0}}, "optimiser.beta1: 1.0 is out of range"),
     (
         {"optimiser": {"kind": "adam-w"}},

@@ -25,6 +25,7 @@ import numpy as np
 from parcae.config import ConfigError
 from parcae.files import FileError, atomic_path, open_file, reading, sha256, write_text
 from parcae.recipe import suggest
+from parcae.tables import csv_text
 
 COLUMNS = ("model", "mean_loops", "tokens", "flops", "effective_params", "test_loops", "loss")
 NUMBERS = (*COLUMNS[1:], "budget")
@@ -157,7 +158,7 @@ def write_table(path: str | Path, table: Table) -> Path:
     text = io.StringIO()
     separator = "\t" if path.suffix == ".tsv" else ","
     writer = csv.writer(text, delimiter=separator, lineterminator="\n")
-    writer.writerow(table.columns)
+    writer.writerow(map(csv_text, table.columns))
     writer.writerows(zip(*(map(_cell, values) for values in table.columns.values()), strict=True))
     write_text(path, text.getvalue())
     return path
@@ -175,7 +176,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating):
         whole = float(value).is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
-    return "" if value is None else str(value)
+    return "" if value is None else csv_text(str(value))
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:

@@ -20,6 +20,8 @@ SMOOTH_FRACTION = 40
 """Curves are smoothed over this part of the run: 1/40."""
 LOSS_RANGE = 0.03
 """The smallest range of an axis of losses: 0.1 nats at a loss of 3.3."""
+MOST_MARKS, MOST_GROUPS = 200, 16
+"""Events that are marked, and optimisers whose rates are drawn."""
 MARKED_EVENTS = ("spike", "skipped", "diverged")
 
 
@@ -50,9 +52,10 @@ def loss_curves(runs: Sequence[Run], axis: Axis) -> Figure | None:
                 p.by_step.append((marks, points[:, 0], run))
                 p.points.append((points[:, 0], points[:, 1]))
                 p.describe(f"{run.name}, validation", points[:, 1])
-            for event in run.events:
-                if event.get("what") in MARKED_EVENTS and isinstance(event.get("step"), int):
-                    p.mark(event["step"], color, run)
+            marked = [e for e in run.events if e.get("what") in MARKED_EVENTS]
+            steps = sorted({step for e in marked if math.isfinite(step := number(e.get("step")))})
+            for step in steps[:: 1 + len(steps) // MOST_MARKS]:
+                p.mark(step, color, run)
         p.limit(LOSS_RANGE, cut_start=True)
         return finish(
             canvas,
@@ -165,7 +168,8 @@ def learning_rates(runs: Sequence[Run], axis: Axis) -> Figure | None:
                 for line in run.train
                 if isinstance(line.get("lr"), dict)
             ]
-            for group in dict.fromkeys(key for line in rates for key in line if key != "step"):
+            names = dict.fromkeys(key for line in rates for key in line if key != "step")
+            for group in [*names][:MOST_GROUPS]:
                 groups = groups if group in groups else [*groups, group]
                 j = groups.index(group)
                 label = group if alone else f"{run.name}, {group}"

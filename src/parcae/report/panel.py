@@ -124,7 +124,7 @@ class Panel:
             for look, text in (*names, *kinds)
         ]
 
-    def mark(self, step: int, color: str, run: Run) -> None:
+    def mark(self, step: float, color: str, run: Run) -> None:
         """A thin vertical line at an event."""
         line = self.axes.axvline(step, color=color, linewidth=0.8, alpha=0.4)
         self.by_step.append((line, np.array([step, step], dtype=float), run))

@@ -6,6 +6,7 @@ NaN stands for a number that is missing, and for anything that is not a finite n
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,6 +41,8 @@ HELD_OUT_SETTINGS = (
     "run.validation_rows",
 )
 """What decides, beside the held-out documents, which rows a run is validated on."""
+MOST_LOOPS = 256
+"""Numbers of loops, or of blocks, that are drawn."""
 MAX_LISTED = 3
 """Runs that a note names."""
 LARGEST = 1e30
@@ -294,10 +297,11 @@ def _read_measured(entry: Any) -> Measured:
 
 
 def _by_depth(table: Any) -> dict[int, Any]:
-    """The entries with whole numbers as keys, which are text in JSON, in increasing order."""
+    """The entries with numbers of loops as keys, which are text in JSON, in increasing order."""
     if not isinstance(table, Mapping):
         return {}
-    return dict(sorted((int(key), value) for key, value in table.items() if str(key).isdecimal()))
+    entries = {int(key): table[key] for key in table if re.fullmatch("[0-9]{1,6}", str(key))}
+    return {depth: entries[depth] for depth in sorted(entries)[:MOST_LOOPS]}
 
 
 def number(value: Any) -> float:
@@ -308,9 +312,9 @@ def number(value: Any) -> float:
 
 
 def numbers(values: Any) -> np.ndarray:
-    """A list of numbers as an array, with NaN for what is not a finite number."""
+    """A list of numbers as an array, with NaN for what is not a finite number, to `MOST_LOOPS`."""
     listed = values if isinstance(values, Sequence) and not isinstance(values, str) else ()
-    return np.array([number(value) for value in listed], dtype=float)
+    return np.array([number(value) for value in listed[:MOST_LOOPS]], dtype=float)
 
 
 def column(lines: Iterable[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:

@@ -15,6 +15,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -34,6 +35,8 @@ log = logging.getLogger("parcae.serving")
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = frozenset(path.name for path in PAGE.iterdir())
 PUBLIC_PATHS = frozenset({"/", "/health", *(f"/{name}" for name in PAGE_FILES)})
+HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d{1,5})?")
+"""A Host header, in lower case: an IPv6 address in brackets or a name, and a port."""
 BODY_SECONDS = 30.0
 MAX_REQUESTS = 512
 """Answered at the same time."""
@@ -121,8 +124,11 @@ class Security:
             raise ApiError(403, "Requests of other origins are refused.", code="cross_origin")
 
     def _is_allowed(self, host: str) -> bool:
+        match = HOST.fullmatch(host.lower())
+        if match is None:
+            return False
+        name = match[1] or match[2]
         try:
-            name = urlsplit(f"//{host}").hostname or ""
             return name in self.allowed_hosts or bool(ipaddress.ip_address(name))
         except ValueError:
             return False

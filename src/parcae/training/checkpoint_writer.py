@@ -10,6 +10,7 @@ randomness is a function of (seed, step, row), so step and seed replace the stat
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.hf_storage import (
     HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -231,10 +233,28 @@ def _sharded_writer(
 
     def write() -> None:
         for folder, tensors in staged:
-            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            writer = ShardWriter(str(folder), save_distributed=True)
             save(tensors, storage_writer=writer, process_group=workers.background_group)
 
     return write
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """Writes equal shards as equal files: safetensors orders a file's metadata at random."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner)
+        for name in {result.storage_data.relative_path for result in written.wait()}:
+            with Path(self.path, name).open("r+b") as stream:
+                size = int.from_bytes(stream.read(8), "little")
+                header = json.loads(stream.read(size))
+                ordered = json.dumps(
+                    header, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+                )
+                stream.seek(8)
+                stream.write(ordered.encode().ljust(size))
+            flush(Path(self.path, name))
+        return written
 
 
 def _stage(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

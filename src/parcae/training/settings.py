@@ -121,17 +121,21 @@ class OptimiserConfig(Settings, table="optimiser"):
     kind: str = setting(
         "muon-adamw", "muon-adamw, adamw, adamw-atan2, or a registered one", names=OPTIMISERS
     )
-    lr: float = setting(8e-3, "learning rate of AdamW and of registered optimisers", at_least=0)
+    lr: float = setting(
+        8e-3, "learning rate of AdamW and of registered optimisers", at_least=0, at_most=1e6
+    )
     beta1: float = setting(0.8, "AdamW: decay of the mean of gradients", at_least=0, below=1)
     beta2: float = setting(0.95, "AdamW: decay of the mean of squares", at_least=0, below=1)
-    eps: float = setting(1e-10, "AdamW: added to the denominator", at_least=0)
-    weight_decay: float = setting(0.0, "AdamW: weight decay of matrices", at_least=0)
-    muon_lr: float = setting(8e-3, "learning rate of Muon", at_least=0)
+    eps: float = setting(1e-10, "AdamW: added to the denominator", at_least=0, at_most=1e6)
+    weight_decay: float = setting(0.0, "AdamW: weight decay of matrices", at_least=0, at_most=1e6)
+    muon_lr: float = setting(8e-3, "learning rate of Muon", at_least=0, at_most=1e6)
     muon_momentum: float = setting(0.95, "Muon: momentum after its warm-up", at_least=0, below=1)
     muon_beta2: float = setting(
         0.95, "Muon: decay of the variance that its update is divided by", at_least=0, below=1
     )
-    muon_weight_decay: float = setting(0.2, "Muon: weight decay at the start", at_least=0)
+    muon_weight_decay: float = setting(
+        0.2, "Muon: weight decay at the start", at_least=0, at_most=1e6
+    )
     grad_clip: float = setting(1.0, "clip the norm of the gradient to this; 0: off", at_least=0)
 
 
