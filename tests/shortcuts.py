@@ -16,7 +16,7 @@ import pytest
 from parcae.cli import main
 from parcae.data import sources
 from parcae.data.readers import SourceFile
-from parcae.experiments import tasks
+from parcae.evaluation import task_accuracy
 from parcae.laws import optimise
 from parcae.laws.lbfgs import Schedule
 from parcae.report import panel
@@ -56,7 +56,7 @@ def draw_one_axis(patch: pytest.MonkeyPatch) -> None:
 
 def ask_few_questions(patch: pytest.MonkeyPatch) -> None:
     """Let the accuracy on a task be that of a few rows."""
-    patch.setattr(tasks, "accuracies", partial(tasks.accuracies, rows=16))
+    patch.setattr(task_accuracy, "accuracies", partial(task_accuracy.accuracies, rows=16))
 
 
 @dataclass

@@ -65,7 +65,7 @@ def test_builtin_is_the_library_alone_and_always_the_same() -> None:
 
 
 def test_a_task_is_no_file():
-    with pytest.raises(FileError, match=r"task:walks: tasks are not files.*parcae reproduce"):
+    with pytest.raises(FileError, match=r"task:walks: a task is not a file. Name it in a recipe"):
         find_files(["task:walks"])
 
 

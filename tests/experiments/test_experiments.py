@@ -10,13 +10,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from parcae.data.synthetic import TASKS
 from parcae.experiments import experiment as measurements
 from parcae.experiments import tokenizer
 from parcae.experiments.experiment import Results, Run
 from parcae.experiments.isoflop import SHAPES, describe_crossing, find_crossing
 from parcae.experiments.reproduce import CATALOGUE
 from parcae.experiments.scales import TEST_LOOPS, Scale
-from parcae.experiments.tasks import TASKS
 from parcae.experiments.verdicts import Verdict
 from parcae.model.flops import effective_parameters
 from parcae.training.schedule import flops_per_step, tokens_per_step, total_steps

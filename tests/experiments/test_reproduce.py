@@ -17,7 +17,6 @@ from parcae.experiments.experiment import FORMAT, Experiment, Run, loss_at, trai
 from parcae.experiments.page import judge
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
-from parcae.experiments.tasks import train_task
 from parcae.experiments.verdicts import Claim, lower
 from parcae.files import FileError, write_json
 from parcae.training.settings import recipe_from_file, recipe_from_tree
@@ -57,7 +56,7 @@ def trained(monkeypatch):
     def run(self, requests, observer, stop):
         for request in requests:
             observer.started(request, 1)
-            train_task(recipe_from_file(request.recipe), request.run)
+            parcae.train(recipe_from_file(request.recipe), request.run)
             keys.append(request.name)
             observer.ended(request, None)
 
@@ -262,7 +261,7 @@ def test_scales_give_the_sizes_of_the_paper():
 @pytest.mark.slow
 def test_records_of_a_run(tmp_path):
     scale = Scale("toy")
-    train_task(scale.recipe(scale.task("pointers"), 0), tmp_path)
+    parcae.train(scale.recipe(scale.task("pointers"), 0), tmp_path)
     record = training_record(tmp_path)
     assert record["status"] == "finished"
     assert record["training"]["step"] == [1, 2, 3]

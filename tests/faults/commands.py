@@ -155,13 +155,10 @@ def run(arguments: Sequence[str], nan_step: int | None = None) -> int:
 
 def _train_here() -> None:
     from parcae.cli import main
-    from parcae.experiments import tasks
     from parcae.runs import read_status
     from parcae.sweeps import launch
     from parcae.sweeps.worker import RunRequest
     from shortcuts import EndedProcess
-
-    mains = {"parcae": main, "parcae.experiments.tasks": tasks.main}
 
     def train(
         request: RunRequest, _environment: Mapping[str, str] | None = None, processes: int = 1
@@ -169,7 +166,7 @@ def _train_here() -> None:
         new = read_status(request.run) == "new"
         given = [str(request.recipe), "--out"] if new else ["--resume"]
         request.log.parent.mkdir(parents=True, exist_ok=True)
-        return EndedProcess(mains[request.module](["train", *given, str(request.run)]))
+        return EndedProcess(main(["train", *given, str(request.run)]))
 
     launch.start_process = train  # type: ignore[assignment]
     launch.POLL_SECONDS = 0

@@ -29,7 +29,7 @@ IMPORTED = (
     "matplotlib.pyplot",
     "parcae.evaluation.run",
     "parcae.experiments.reproduce",
-    "parcae.experiments.tasks",
+    "parcae.data.synthetic",
     "parcae.hub.export",
     "parcae.laws.figures",
     "parcae.laws.fit",

@@ -177,3 +177,5 @@ def test_tokenizers_that_do_not_spell_bytes():
     assert "".join(stream.push(i) for i in ids[1:]) + stream.finish() == " worl"
     whole = TextStream(Tokenizer(made.to_str()))
     assert "".join(whole.push(i) for i in ids) + whole.finish() == made.decode(ids)
+    continued = TextStream(Tokenizer(made.to_str()), after=[4, 1])
+    assert "".join(continued.push(i) for i in ids[1:]) == made.decode([1, *ids[1:]])[5:]

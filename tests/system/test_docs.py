@@ -87,6 +87,8 @@ def steps(page: Path) -> list[Step]:
             for command in (shlex.split(line, comments=True) for line in lines):
                 if command[:2] == ["make", "demo"]:
                     result.append(["demo", *shlex.split(SHORT_DEMO)])
+                elif command[:3] == ["parcae", "train", "recipes/walks.toml"]:
+                    result.append([*command[1:], "--budget.steps", "4"])
                 elif command[:1] == ["parcae"]:
                     short = SHORT_RATE if command[2:3] and "high-rate-" in command[2] else ""
                     result.append([*command[1:], *short.split()])

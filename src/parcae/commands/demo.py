@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from parcae.report.loop_figure import Profile
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parcae.training.settings import Recipe
 
 SHOWN_DEPTHS = (1, 2, 4, 8)
+EXAMPLE_WALK = "4->1 0->7 3->0 7->4 1->2 2->5 5->6 6->3 2 > > > > > > >"
 TASK, TASK_STEPS = "walks", 1200
 Accuracy = Mapping[int, Mapping[int, float]]
 """The share of right answers by number of loops, then by steps of a walk."""
@@ -47,10 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     overrides = parse_flags(arguments.settings)
     recipe = resolve_recipe("demo", overrides)
-    from parcae.experiments.tasks import train_task  # the recipe's errors do not wait for torch
-    from parcae.training.run import train
+    steps = min(TASK_STEPS, overrides.get("budget", {}).get("steps", TASK_STEPS))
+    task_recipe = resolve_recipe("walks", {"budget": {"steps": steps}})
+    from parcae.training.run import train  # the recipe's errors do not wait for torch
 
-    task_recipe = _task_recipe(overrides)
     folder, task_folder = arguments.out / "run", arguments.out / "walks"
     console.out.print(
         "A looped model applies the same layers to its activations several times: the same\n"
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         "   two, ..., eight steps? Each depends on the one before. About two minutes.\n",
         highlight=False,
     )
-    result = _train(task_recipe, task_folder, arguments.overwrite, train_task)
+    result = _train(task_recipe, task_folder, arguments.overwrite, train)
     if result.status == "finished":
         console.out.print(
             "\n2. Writing Python, after the source of Python's standard library. About three\n"
@@ -75,24 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     accuracy = _answer(task_folder)
     profile, figure = _measure(recipe, folder, accuracy, arguments.out / "looping.png")
     report = write_report(folder, arguments.out / "report")
-    _explain(result, profile, accuracy, figure, report, folder)
+    _explain(result, profile, accuracy, figure, report, folder, task_folder)
     return 0
-
-
-def _task_recipe(overrides: Mapping[str, Any]) -> Recipe:
-    """The model of the experiment, trained for fewer steps; fewer still if the demo has fewer."""
-    from parcae.experiments.scales import Scale
-    from parcae.experiments.walks import CORE_LAYERS, TRAINING
-
-    scale = Scale()
-    steps = min(TASK_STEPS, overrides.get("budget", {}).get("steps", TASK_STEPS))
-    tree = scale.task(
-        TASK,
-        model={"core_layers": CORE_LAYERS},
-        data=TRAINING["data"],
-        budget={"steps": steps},
-    )
-    return scale.recipe(tree, seed=0)
 
 
 def _train(
@@ -118,7 +103,8 @@ def _train(
 
 
 def _answer(folder: Path) -> Accuracy:
-    from parcae.experiments.tasks import TASKS, accuracies
+    from parcae.data.synthetic import TASKS
+    from parcae.evaluation.task_accuracy import accuracies
     from parcae.report.loop_figure import DEPTHS
     from parcae.runs import load
 
@@ -143,6 +129,7 @@ def _explain(
     figure: Path,
     report: Path,
     folder: Path,
+    walks: Path,
 ) -> None:
     from rich.text import Text
 
@@ -195,6 +182,7 @@ def _explain(
         f"Try next  parcae generate {folder} 'import os' --exit kl:0.01  (each token loops as "
         "often as it needs; without a prompt, an interactive session)\n"
         f"          parcae depth {folder} 'def main():'  (what every loop does)\n"
+        f"          parcae depth {walks} '{EXAMPLE_WALK}'  (the same for a walk)\n"
         f"          parcae serve {folder}  (an API and a page in the browser)\n"
         "          parcae train recipes/demo.toml --out runs/deeper --model.loop.mean_loops 10\n"
         "          parcae report runs/deeper " + str(folder) + "  (compare the two)\n"

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     from parcae.evaluation.loop_trace import trace_loops
     from parcae.infer.sampling import NonFiniteLogits
     from parcae.report.trace_figure import draw_trace
-    from parcae.runs import open_checkpoint
+    from parcae.runs import open_checkpoint, task_of_run
 
     model, tokenizer, folder = open_checkpoint(
         arguments.checkpoint,
@@ -89,8 +89,12 @@ def run(arguments: argparse.Namespace) -> int:
     tokens = tokenizer.encode(text)
     require(bool(tokens), "text", "it is empty", "Give at least one word.")
     used = tokens[: min(arguments.tokens, model.config.context_length)]
+    read, answers = [tokenizer.bos, *used], None
+    if task := task_of_run(folder):
+        length = model.config.context_length
+        read, answers = read[:length], task.answers_in(read)[:length]
     try:
-        trace = trace_loops(model, [tokenizer.bos, *used], arguments.loops)
+        trace = trace_loops(model, read, arguments.loops, answers)
     except NonFiniteLogits as error:
         raise ConfigError(f"{folder}: {error}") from None
     vocabulary = tokenizer.token_bytes
@@ -98,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     # Bytes that are no character alone are shown as \xe6.
     texts = [token.decode(errors="backslashreplace") for token in vocabulary] + unknown
     out = arguments.out or _default_path(folder)
-    labels = [texts[token] for token in used]
+    labels = [texts[token] for token in trace.targets.tolist()]
     path = draw_trace(trace, labels, f"{_name(folder)}, loop by loop", out)
     if len(used) < len(tokens):
         warning = f"Used the first {len(used)} of {len(tokens)} tokens. --tokens sets the number, "

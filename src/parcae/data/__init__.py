@@ -20,6 +20,7 @@ Other modules:
     downloads            datasets of the Hugging Face hub, and single files
     tokenizer_training   train and compare tokenizers on files
     inspection           measure prepared documents
+    synthetic            tasks whose rows are drawn: walks, pointer chasing, modular arithmetic
 """
 
 from __future__ import annotations

@@ -215,8 +215,7 @@ def _expand(source: str | Path) -> list[SourceFile]:
         return _standard_library()
     if str(source).startswith("task:") and not Path(source).exists():
         raise FileError(
-            f"{source}: tasks are not files. Train them with `parcae reproduce`, `parcae demo` or "
-            "`python -m parcae.experiments.tasks train RECIPE --out RUN`."
+            f"{source}: a task is not a file. Name it in a recipe, as the only one of data.sources."
         )
     if not str(source).strip():
         raise FileError("sources: empty name. Name a file, a folder or a glob, or `builtin`.")

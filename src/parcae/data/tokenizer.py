@@ -39,6 +39,7 @@ from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
 from parcae.data.tokenizer_growth import check_growth, check_texts
 from parcae.files import FileError, atomic_path, read_json, read_text, reading
+from parcae.schema import shorten
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>")
 SMALLEST_SIZE = 256 + len(SPECIALS)
@@ -151,6 +152,15 @@ class Tokenizer:
         return cls(blank.to_str(pretty=True), "tokenizer")
 
     @classmethod
+    def of_words(cls, words: Sequence[str]) -> Tokenizer:
+        """A vocabulary of words, in the order of their ids; texts have spaces between them."""
+        vocabulary = {word: number for number, word in enumerate(words)}
+        plain = tokenizers.Tokenizer(models.WordLevel(vocabulary))
+        plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+        plain.add_special_tokens([word for word in words if word in BOS_NAMES])
+        return cls(plain.to_str(pretty=True), "tokenizer")
+
+    @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Load a `tokenizer.json`, or a folder with one, or with `vocab.json` and `merges.txt`."""
         path = Path(path)
@@ -255,6 +265,13 @@ class Tokenizer:
                 check_texts(encoder, self._growth, pieces)
                 return encoder.encode_batch_fast(pieces, add_special_tokens=False)
         except Exception as error:  # a pattern in the file that never ends on some texts
+            words = encoder.get_vocab(with_added_tokens=True)
+            unknown = next((w for piece in pieces for w in piece.split() if w not in words), None)
+            if isinstance(encoder.model, models.WordLevel) and unknown:
+                known = ", ".join(sorted(words, key=lambda word: words[word])[:24])
+                raise FileError(
+                    f"{self.name}: {shorten(unknown)} is no token. Tokens: {known}, ..."
+                ) from None
             raise FileError(
                 f"{self.name}: the tokenizer cannot encode this text ({_reason(error)}). "
                 "Use another tokenizer."
@@ -266,10 +283,10 @@ class Tokenizer:
         with self._decoding():
             return self._plain.decode(numbers, skip_special_tokens=False)
 
-    def decode_stream(self) -> Callable[[int], str]:
+    def decode_stream(self, after: Sequence[int] = ()) -> Callable[[int], str]:
         """A function that takes ids one at a time and returns the text each adds, in whole
-        characters, for any kind of tokenizer."""
-        stream = decoders.DecodeStream(skip_special_tokens=False)
+        characters, for any kind of tokenizer. `after`: ids before them."""
+        stream = decoders.DecodeStream(ids=list(after), skip_special_tokens=False)
 
         def step(number: int) -> str:
             with self._decoding():

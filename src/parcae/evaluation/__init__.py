@@ -16,6 +16,7 @@ hf_scorer    losses of a transformers model
 results      the folder of an evaluation; `item_scores` reads it back
 tables       tables and figure of a result
 loop_trace   what each loop does to the prediction of each token of a text
+task_accuracy   right answers of a model of a synthetic task
 paired       two evaluations item by item: differences, intervals, sign test
 harness      parcae models in lm-evaluation-harness
 """

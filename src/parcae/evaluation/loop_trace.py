@@ -18,14 +18,15 @@ from torch import Tensor
 
 from parcae.config import require
 from parcae.infer.sampling import check_logits
-from parcae.model.base import LanguageModel
+from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.looped import LoopedModel
 from parcae.schema import require_range
 
 
 @dataclass(frozen=True, eq=False)
 class LoopTrace:
-    """Rows are loops 1 .. T, columns the predicted tokens: all tokens of the text but the first."""
+    """Rows are loops 1 .. T, columns the predicted tokens: all tokens of the text but the first, or
+    the answers of a task."""
 
     targets: Tensor
     """The predicted tokens [S]."""
@@ -68,20 +69,30 @@ class LoopTrace:
 
 
 @torch.no_grad()
-def trace_loops(model: LanguageModel, tokens: Sequence[int], loops: int | None = None) -> LoopTrace:
+def trace_loops(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    loops: int | None = None,
+    answers: Sequence[int] | None = None,
+) -> LoopTrace:
     """Predict every token of a text but the first, after every loop.
 
-    `loops` defaults to the mean number of loops in training.
+    `loops` defaults to the mean number of loops in training. `answers`: what is right at each
+    position instead of the next token, -100 where nothing is asked, as in a synthetic task.
     """
     model, count = _looped(model, loops)
-    problem = f"{len(tokens)} tokens; the first one is not predicted"
-    require(len(tokens) >= 2, "text", problem, "Give at least 2 tokens.")
-    targets = torch.tensor(list(tokens[1:]), device=model.device)
+    if answers is None:
+        problem = f"{len(tokens)} tokens; the first one is not predicted"
+        require(len(tokens) >= 2, "text", problem, "Give at least 2 tokens.")
+        tokens, answers = tokens[:-1], tokens[1:]
+    asked = [index for index, answer in enumerate(answers) if answer != IGNORED_TARGET]
+    require(bool(asked), "text", "no position has an answer", "Ask for at least one.")
+    targets = torch.tensor([answers[index] for index in asked], device=model.device)
     losses, changes, predicted = [], [], []
-    for change, x in _readings(model, tokens[:-1], count):
-        logits = model.logits(x)
+    for change, x in _readings(model, tokens, count):
+        logits = model.logits(x[asked])
         check_logits(logits)
-        changes.append(change)
+        changes.append(change[asked])
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         predicted.append(logits.argmax(-1))
     return LoopTrace(

@@ -30,6 +30,7 @@ from torch import Tensor
 from parcae.config import ConfigError, require
 from parcae.data.loader import Batch, held_out_batches, with_held_out_rows
 from parcae.data.shards import MANIFEST, ShardedDocuments, fingerprint, read_manifest
+from parcae.data.synthetic import task_of
 from parcae.data.tokenizer import Tokenizer
 from parcae.evaluation.jobs import Record, state_seed, without_diverged
 from parcae.evaluation.metrics import bits_per_byte, perplexity
@@ -250,6 +251,8 @@ def open_held_out_rows(run: Path | None, limit: int | None, scorer: Scorer) -> H
         held_out = state and [source["validation"] for source in state["sources"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{run / RECIPE_FILE}: {error} is missing. {VAL_REMEDY}") from None
+    if task := task_of(sources):
+        return HeldOutRows(lambda: task.held_out(rows, BATCH_ROWS))
     tokenizer = Tokenizer.load(find_tokenizer(run))
     folders = shard_folders(run, sources)
     for source, folder in zip(sources, folders, strict=True):

@@ -5,7 +5,6 @@ experiment     what an experiment is: runs, measurements, claims, figure
 scales         the sizes at which they run
 store          runs by the content of their recipe
 verdicts       rules that turn numbers and their spread into a verdict
-tasks          walks, pointer chasing and modular arithmetic
 page           docs/reproduction.md
 figures        panels that several experiments draw
 paper_runs     the paper's grid of budgets and loops; runs simulated from its published laws

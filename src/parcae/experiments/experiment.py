@@ -33,9 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from parcae.data.synthetic import PREFIX, find_task
 from parcae.evaluation.run import evaluate
 from parcae.experiments.scales import Scale
-from parcae.experiments.tasks import PREFIX, find_task
 from parcae.experiments.verdicts import Claim, describe
 from parcae.runs import read_metrics, read_result
 from parcae.runs.layout import list_steps

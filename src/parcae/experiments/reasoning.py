@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from parcae import plotting
+from parcae.data.synthetic import TASKS, PointerChasing
+from parcae.evaluation.task_accuracy import accuracies
 from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
-from parcae.experiments.tasks import TASKS, PointerChasing, accuracies
 from parcae.experiments.verdicts import Claim, describe, differences, positive, together
 from parcae.runs import load, read_result
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parcae.config import ConfigError
-from parcae.experiments.tasks import PREFIX, TASKS
+from parcae.data.synthetic import PREFIX, TASKS
 from parcae.recipe import find_recipe, flatten, merge, read_toml
 from parcae.training.settings import Recipe, recipe_from_tree, with_flags
 

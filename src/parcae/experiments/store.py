@@ -19,9 +19,9 @@ from parcae import console
 from parcae.config import ConfigError
 from parcae.data.preparation import prepare
 from parcae.data.shards import MANIFEST
+from parcae.data.synthetic import PREFIX
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.experiments.experiment import Run
-from parcae.experiments.tasks import PREFIX
 from parcae.files import (
     FileError,
     interpreting,
@@ -116,13 +116,11 @@ class Store:
         return to_do
 
     def _request(self, run: Run) -> RunRequest:
-        module = "parcae.experiments.tasks" if run.source.startswith(PREFIX) else "parcae"
         return RunRequest(
             name=run.key,
             recipe=self.path / "recipes" / f"{run.key}.toml",
             run=self.folder(run),
             log=self.path / "logs" / f"{run.key}.log",
-            module=module,
             options=self.options,
         )
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from parcae import plotting
+from parcae.data.synthetic import TASKS, Walks
 from parcae.experiments.ablation_ladder import STEPS
 from parcae.experiments.experiment import Experiment, Results, Row, Run, Table
 from parcae.experiments.reasoning import accuracy, measure_accuracy
 from parcae.experiments.scales import Scale
 from parcae.experiments.store import Store
-from parcae.experiments.tasks import TASKS, Walks
 from parcae.experiments.verdicts import Claim, always, describe, differences, positive, together
 
 LOOPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)

@@ -89,9 +89,12 @@ class TextStream:
     after bytes that are not UTF-8, which would detect a stop string a token later.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), after: Sequence[int] = ()
+    ) -> None:
+        """`after`: ids the text continues, on which a space before its first word may depend."""
         self._bytes = tokenizer.token_bytes if tokenizer.is_byte_level else None
-        self._decode = None if tokenizer.is_byte_level else tokenizer.decode_stream()
+        self._decode = None if tokenizer.is_byte_level else tokenizer.decode_stream(after[-1:])
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = tuple(stops)
         self._held_back = ""
@@ -155,7 +158,9 @@ class RunningSequence:
         """Why the sequence failed, such as logits that are not finite; others continue."""
         self.pieces: deque[Piece] = deque()
         """Not yet taken by the caller of a stream."""
-        self._stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
+        self._stream = (
+            None if tokenizer is None else TextStream(tokenizer, request.stop, request.prompt)
+        )
         self._text: list[str] = []
 
     @property

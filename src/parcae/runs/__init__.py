@@ -15,7 +15,7 @@ from parcae.runs.checkpoints import (
     weights_checksum,
 )
 from parcae.runs.layout import find_run, run_of
-from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint
+from parcae.runs.loading import Checkpoint, find_tokenizer, load, open_checkpoint, task_of_run
 from parcae.runs.records import (
     FINAL_STATUSES,
     TrainResult,
@@ -44,6 +44,7 @@ __all__ = [
     "read_state",
     "read_status",
     "run_of",
+    "task_of_run",
     "verify_checkpoint",
     "weights_checksum",
 ]

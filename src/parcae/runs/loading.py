@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from parcae.config import require
 from parcae.device import find_device
-from parcae.files import FileError
+from parcae.files import FileError, interpreting
 from parcae.runs.checkpoints import find_checkpoint, verify_model_folder
-from parcae.runs.layout import TOKENIZER_FILE, TOKENIZER_FILES, run_of
-from parcae.runs.records import naming_imports
+from parcae.runs.layout import RECIPE_FILE, TOKENIZER_FILE, TOKENIZER_FILES, run_of
+from parcae.runs.records import naming_imports, read_recipe_table
 
 if TYPE_CHECKING:
     import torch
 
+    from parcae.data.synthetic import Task
     from parcae.data.tokenizer import Tokenizer
     from parcae.model.base import LanguageModel
 
@@ -78,13 +79,21 @@ def open_checkpoint(
     return Checkpoint(model, encoder, folder)
 
 
+def task_of_run(folder: str | Path) -> Task | None:
+    """The synthetic task that the run of a checkpoint trains; None for texts and other folders."""
+    run = run_of(folder)
+    if run is None:
+        return None
+    from parcae.data.synthetic import task_of
+
+    with interpreting(run / RECIPE_FILE, "Was it edited?"):
+        return task_of(read_recipe_table(run)["data"]["sources"])
+
+
 def find_tokenizer(folder: str | Path) -> Path:
     """The folder with the tokenizer: that of the weights, or the run they are a checkpoint of."""
     folder = Path(folder)
     for candidate in filter(None, (folder, run_of(folder))):
         if any((candidate / name).exists() for name in TOKENIZER_FILES):
             return candidate
-    raise FileError(
-        f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`. Models of "
-        "tasks, such as the demo's walks, have none."
-    )
+    raise FileError(f"{folder}: no {TOKENIZER_FILE} in this folder. Give one with `tokenizer`.")

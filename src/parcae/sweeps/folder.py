@@ -18,6 +18,7 @@ import numpy as np
 
 from parcae.config import ConfigError
 from parcae.data.shards import MANIFEST, read_manifest
+from parcae.data.synthetic import task_of
 from parcae.evaluation.item_scores import scores_of_run
 from parcae.files import (
     FileError,
@@ -145,14 +146,17 @@ class SweepFolder:
         """
         smallest = min(runs, key=lambda run: run.recipe.model.vocab_size).recipe
         data = with_absolute_paths(smallest).data
-        folders = shard_folders(self.path, data.sources)
-        ready = all((folder / MANIFEST).exists() for folder in folders)
-        if not (ready and (self.path / TOKENIZER_FILE).exists()):
-            prepare_corpora(with_absolute_paths(smallest), self.path, message)
-        shared = {
-            "sources": tuple(map(str, folders)),
-            "tokenizer": str(self.path / TOKENIZER_FILE),
-        }
+        if task_of(data.sources):
+            shared: dict[str, Any] = {}
+        else:
+            folders = shard_folders(self.path, data.sources)
+            ready = all((folder / MANIFEST).exists() for folder in folders)
+            if not (ready and (self.path / TOKENIZER_FILE).exists()):
+                prepare_corpora(with_absolute_paths(smallest), self.path, message)
+            shared = {
+                "sources": tuple(map(str, folders)),
+                "tokenizer": str(self.path / TOKENIZER_FILE),
+            }
         for run in runs:
             recipe = replace(run.recipe, data=replace(run.recipe.data, **shared))
             text = write_toml(recipe_to_dict(recipe))

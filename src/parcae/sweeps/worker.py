@@ -30,22 +30,20 @@ class RunRequest:
     recipe: Path
     run: Path
     log: Path
-    module: str = "parcae"
-    """What trains it: `python -m MODULE train RECIPE --out RUN`, or `train --resume RUN`."""
     options: tuple[str, ...] = ()
-    """More options of that command."""
+    """More options of `parcae train`."""
 
 
 def command(request: RunRequest, processes: int = 1) -> list[str]:
     """The command line that a launcher starts as its child process."""
     numbers = [str(os.getpid()), str(processes)]
-    arguments = [*numbers, str(request.recipe), str(request.run), request.module, *request.options]
+    arguments = [*numbers, str(request.recipe), str(request.run), *request.options]
     return [sys.executable, "-m", "parcae.sweeps.worker", *arguments]
 
 
 def main(argv: Sequence[str]) -> None:
     parent, processes = int(argv[0]), int(argv[1])
-    recipe, run, module = Path(argv[2]), Path(argv[3]), argv[4]
+    recipe, run = Path(argv[2]), Path(argv[3])
     _end_with(parent)
     # Slurm sends its warning of a time limit to every process of a job; the launcher handles it.
     ignore_signal("SIGUSR2")
@@ -59,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
     new = status == "new"
     training = [str(recipe), "--out", str(run)] if new else ["--resume", str(run)]
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
-    arguments = ["-m", *(torchrun if processes > 1 else []), module, "train", *training]
-    os.execv(sys.executable, [sys.executable, *arguments, *argv[5:]])  # noqa: S606 (this Python, no shell)
+    arguments = ["-m", *(torchrun if processes > 1 else []), "parcae", "train", *training]
+    os.execv(sys.executable, [sys.executable, *arguments, *argv[4:]])  # noqa: S606 (this Python, no shell)
 
 
 def wait_until_free(run: Path) -> None:

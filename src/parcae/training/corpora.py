@@ -36,6 +36,7 @@ from parcae.data.shards import (
     read_manifest,
 )
 from parcae.data.sources import BUILTIN, SPLITS, digest_files, find_files
+from parcae.data.synthetic import Task, TaskLoader, task_of
 from parcae.data.tokenizer import Tokenizer
 from parcae.data.tokenizer_training import train_tokenizer
 from parcae.files import FileError, interpreting, read_json
@@ -131,6 +132,34 @@ class Corpora:
         return with_held_out_rows(self.folders, recipe.model.context_length)
 
 
+@dataclass(frozen=True)
+class TaskCorpus:
+    """A synthetic task, whose rows are drawn when they are needed."""
+
+    task: Task
+    folders: tuple[Path]
+    """Its name, where `Corpora` has folders."""
+    tokenizer: Tokenizer
+
+    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> TaskLoader:
+        return TaskLoader(self.task, recipe.data.global_batch, recipe.run.seed, rank, world_size)
+
+    def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
+        return self.task.held_out(recipe.run.validation_rows, batch_rows)
+
+    def verify(self, rank: int, processes: int, report: Callable[[str], None]) -> None:
+        """Nothing is stored."""
+
+    def can_validate(self, recipe: Recipe) -> bool:
+        return True
+
+    def bytes_of_token(self) -> None:
+        return None
+
+    def fingerprints(self) -> list[dict[str, str]]:
+        return [dict.fromkeys(SPLITS, self.task.fingerprint)]
+
+
 def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) -> None:
     """Train the tokenizer and tokenise the sources into the run folder, where that is not done.
 
@@ -138,6 +167,10 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
     before each long operation. Only one process of a run may do this; all of them call
     `open_corpora` afterwards.
     """
+    if task := task_of(recipe.data.sources):
+        _check_task(task, recipe)
+        task.tokenizer().save(run / TOKENIZER_FILE)
+        return
     tokenizer = _find_tokenizer(recipe, run)
     if tokenizer is None:
         size = recipe.model.vocab_size
@@ -166,17 +199,22 @@ def prepare_corpora(recipe: Recipe, run: Path, report: Callable[[str], None]) ->
 
 def check_sources(recipe: Recipe) -> None:
     """Refuse sources that do not exist, before anything is written."""
+    if task := task_of(recipe.data.sources):
+        _check_task(task, recipe)
+        return
     for source in recipe.data.sources:
         if not (Path(source) / MANIFEST).exists():
             find_files([source])
 
 
-def open_corpora(recipe: Recipe, run: Path) -> Corpora:
+def open_corpora(recipe: Recipe, run: Path) -> Corpora | TaskCorpus:
     """The prepared data of a run; creates nothing."""
     if not (run / TOKENIZER_FILE).exists():
         raise FileError(f"{run / TOKENIZER_FILE}: no such file. The data is not prepared yet.")
     tokenizer = Tokenizer.load(run / TOKENIZER_FILE)
     _check_vocabulary(tokenizer, recipe)
+    if task := task_of(recipe.data.sources):
+        return TaskCorpus(task, (Path(recipe.data.sources[0]),), tokenizer)
     folders = [folder for _, folder in _folders(recipe, run)]
     for folder in folders:
         _check_tokenizer(folder, tokenizer)
@@ -224,7 +262,9 @@ def check_moved(recipe: Recipe, before: Recipe, run: Path) -> None:
             )
 
 
-def check_same_data(corpora: Corpora, used: Sequence[Mapping[str, str]], run: Path) -> None:
+def check_same_data(
+    corpora: Corpora | TaskCorpus, used: Sequence[Mapping[str, str]], run: Path
+) -> None:
     """Refuse shards that do not have the fingerprints of those the run has used."""
     for folder, now, before in zip(corpora.folders, corpora.fingerprints(), used, strict=True):
         for split in SPLITS:
@@ -246,6 +286,9 @@ def _folders(recipe: Recipe, run: Path) -> list[tuple[Path, Path]]:
 def check_planned_tokenizer(recipe: Recipe) -> None:
     """Refuse a tokenizer that does not fit the model; nothing is checked where it has to be trained
     first."""
+    if task := task_of(recipe.data.sources):
+        _check_task(task, recipe)
+        return
     tokenizer = _find_tokenizer(recipe, None)
     if tokenizer is not None:
         _check_vocabulary(tokenizer, recipe)
@@ -289,6 +332,23 @@ def _tokenizer_of_weights(folder: Path, path: str | None) -> Tokenizer:
         f"Omit data.tokenizer, and prepare shards with --tokenizer {own}.",
     )
     return tokenizer
+
+
+def _check_task(task: Task, recipe: Recipe) -> None:
+    _check_vocabulary(task.tokenizer(), recipe)
+    source, length = recipe.data.sources[0], recipe.model.context_length
+    require(
+        task.length <= length,
+        "model.context_length",
+        f"{length}, but the rows of {source} have {task.length} tokens",
+        f"Use {task.length}.",
+    )
+    require(
+        recipe.data.tokenizer is None and recipe.start.checkpoint is None,
+        "data.tokenizer" if recipe.data.tokenizer else "start.checkpoint",
+        f"given, but {source} has a vocabulary of its own",
+        "Omit it.",
+    )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, recipe: Recipe) -> None:

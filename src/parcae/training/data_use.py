@@ -17,6 +17,7 @@ from parcae.data.packing import BUFFER_DOCUMENTS, documents_as_packed
 from parcae.data.readers import bytes_read, read_documents
 from parcae.data.shards import MANIFEST, ShardedDocuments
 from parcae.data.sources import find_files
+from parcae.data.synthetic import task_of
 from parcae.data.tokenizer import Tokenizer
 from parcae.runs import find_checkpoint, find_tokenizer
 from parcae.training.schedule import total_steps
@@ -91,6 +92,8 @@ def use_of_loader(recipe: Recipe, loader: Loader) -> list[SourceUse]:
 
 def planned_use(recipe: Recipe) -> list[SourceUse]:
     """The same before training; FileError or ConfigError where a source cannot be read."""
+    if task_of(recipe.data.sources):
+        return []  # rows are drawn as they are needed
     return [_planned(recipe, number) for number in range(len(recipe.data.sources))]
 
 

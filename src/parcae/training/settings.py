@@ -34,7 +34,9 @@ class DataConfig(Settings, table="data"):
     """Where rows come from: prepared shards, or documents tokenised into the run folder."""
 
     sources: tuple[str, ...] = setting(
-        (), "files, folders, globs, `builtin`, or folders made by `parcae data prepare` (required)"
+        (),
+        "files, folders, globs, `builtin`, folders made by `parcae data prepare`, or one "
+        "`task:NAME` (required)",
     )
     separator: str | None = setting(
         None,
@@ -398,7 +400,9 @@ def resolve_recipe(
 def with_absolute_paths(recipe: Recipe) -> Recipe:
     """The same with absolute paths, so that it can be resumed from any folder."""
     data = recipe.data
-    sources = tuple(s if s == "builtin" else os.path.abspath(s) for s in data.sources)
+    sources = tuple(
+        s if s == "builtin" or s.startswith("task:") else os.path.abspath(s) for s in data.sources
+    )
     tokenizer = None if data.tokenizer is None else os.path.abspath(data.tokenizer)
     start, weights = recipe.start, recipe.start.checkpoint
     if weights is not None:

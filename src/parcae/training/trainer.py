@@ -24,7 +24,7 @@ from parcae.registry import imported_files
 from parcae.runs.layout import STATE_FILE, WRITTEN, checkpoint_path
 from parcae.runs.records import IMPORTED, RunStatus, TrainResult, recorded_imports
 from parcae.training.checkpoint_writer import CheckpointWriter
-from parcae.training.corpora import Corpora, open_corpora
+from parcae.training.corpora import Corpora, TaskCorpus, open_corpora
 from parcae.training.distributed import Workers, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
@@ -106,7 +106,7 @@ def _with_micro_batch(
     return replace(recipe, data=replace(recipe.data, micro_batch=rows))
 
 
-def _verify(corpora: Corpora, workers: Workers, display: Display) -> FileError | None:
+def _verify(corpora: Corpora | TaskCorpus, workers: Workers, display: Display) -> FileError | None:
     """The error in this process's part of the shards, if there is one."""
     try:
         corpora.verify(workers.rank, workers.size, display.print)

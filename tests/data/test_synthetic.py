@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
+import parcae
+from parcae.cli import main
 from parcae.config import ConfigError
-from parcae.experiments.scales import Scale
-from parcae.experiments.tasks import (
+from parcae.data.synthetic import (
+    NO_TARGET,
     TASKS,
     ModularArithmetic,
     PointerChasing,
     TaskLoader,
     Walks,
-    accuracies,
     find_task,
-    train_task,
 )
+from parcae.evaluation.task_accuracy import accuracies
+from parcae.experiments.scales import Scale
+from parcae.files import FileError
+from parcae.model.base import IGNORED_TARGET
 from parcae.runs import load
 
 RANDOM = np.random.default_rng
@@ -109,6 +115,7 @@ def test_arithmetic_has_the_values_of_its_expressions():
 def test_only_answers_are_targets():
     examples = TASKS["pointers"].draw(3, RANDOM(2))
     inputs, targets = examples.batch()
+    assert NO_TARGET == IGNORED_TARGET
     assert torch.equal(inputs, torch.from_numpy(examples.tokens))
     answers = targets != -100
     assert answers.sum(1).tolist() == [8, 8, 8]
@@ -125,6 +132,89 @@ def test_batches_follow_from_seed_and_step():
     assert not torch.equal(batches[0].inputs, batches[1].inputs)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_rows_can_be_printed_and_read_again(name):
+    task = TASKS[name]
+    tokenizer, examples = task.tokenizer(), task.draw(4, RANDOM(0), every_level=True)
+    assert tokenizer.vocab_size == task.vocab_size
+    for tokens, answers, levels in zip(*examples, strict=True):
+        assert tokens[0] == tokenizer.bos
+        text = tokenizer.decode(tokens[1:])
+        assert tokenizer.encode(text) == tokens[1:].tolist()
+        stream = tokenizer.decode_stream()
+        assert "".join(map(stream, tokens[1:].tolist())) == text
+        read = np.array([*task.answers_in(tokens.tolist())])
+        asked = levels > 0
+        asked[-1] &= isinstance(task, Walks)  # elsewhere the last answer is not in the text
+        assert (read[asked] == answers[asked]).all()
+        if isinstance(task, Walks):
+            assert (read[~asked] == NO_TARGET).all()
+
+
+def test_a_walk_is_printed_as_one_writes_it():
+    tokenizer = TASKS["walks"].tokenizer()
+    assert tokenizer.decode([2, 8, 8, 9, 11 + 8 * 2 + 5]) == "2 > > _ 2->5"
+    with pytest.raises(FileError, match=r"'2→5' is no token\. Tokens: 0, 1, 2, 3, "):
+        tokenizer.encode("0->1 2→5")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_processes_share_the_rows_of_a_step(world_size):
+    task = TASKS["pointers"]
+    whole = next(TaskLoader(task, 8, 1)).inputs
+    for rank in range(world_size):
+        part = next(TaskLoader(task, 8, 1, rank, world_size)).inputs
+        assert torch.equal(part, whole[rank::world_size])
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"sources": ["task:walks", "builtin"]}, "task:walks is one of several"),
+        ({"sources": ["task:walk"]}, "'walk'. Did you mean walks"),
+        ({"tokenizer": "x.json"}, "data.tokenizer: given, but task:walks has a vocabulary"),
+    ],
+)
+def test_recipes_that_do_not_fit_a_task_are_refused(data, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        parcae.train("walks", tmp_path / "run", data=data)
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_a_context_shorter_than_a_row_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="context_length: 40, but the rows of task:walks have 41"):
+        parcae.train("walks", tmp_path / "run", model={"context_length": 40})
+
+
+WALK = "4->1 0->7 3->0 7->4 1->2 2->5 5->6 6->3 2 > > > > > > >"
+
+
+@pytest.mark.slow
+def test_a_run_of_walks_generates_is_traced_and_scored(tmp_path, capsys):
+    run = tmp_path / "run"
+    short = {"budget": {"steps": 2}, "run": {"validation_rows": 8, "device": "cpu"}}
+    parcae.train("walks", run, **short)
+    capsys.readouterr()
+    assert main(["generate", str(run), WALK, "--loops", "8", "--max-new-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{WALK} ")
+    assert main(["depth", str(run), WALK, "--json"]) == 0
+    traced = json.loads(capsys.readouterr().out)
+    assert [token["text"] for token in traced["tokens"]] == list("56307412")
+    model = load(run)
+    tokens = torch.tensor([[10, *TASKS["walks"].tokenizer().encode(WALK)]])
+    logits = model(tokens, loops=3, state="zero").logits[0, -8:]
+    loss = torch.nn.functional.cross_entropy(
+        logits, torch.tensor([5, 6, 3, 0, 7, 4, 1, 2]), reduction="none"
+    )
+    assert [token["loss"][2] for token in traced["tokens"]] == pytest.approx(loss.tolist(), 1e-4)
+    result = parcae.evaluate(run, loops=(1, 16))
+    losses = result.suites["val"]["by_loops"]
+    validation = parcae.runs.read_result(run).losses
+    assert losses["16"]["loss"] == pytest.approx(validation[16], rel=1e-5)
+    assert main(["depth", str(run), "4->1 0->7"]) == 2
+    assert "no position has an answer" in capsys.readouterr().err
+
+
 def test_a_wrong_task_is_named():
     with pytest.raises(ConfigError, match=r"'pointer'. Did you mean pointers"):
         find_task("task:pointer")
@@ -134,9 +224,9 @@ def test_a_wrong_task_is_named():
 def test_training_resumes_and_accuracy_counts_right_answers(tmp_path):
     scale = Scale("toy")
     recipe = scale.recipe(scale.task("pointers"), seed=0)
-    result = train_task(recipe, tmp_path / "whole")
+    result = parcae.train(recipe, tmp_path / "whole")
     assert (result.status, result.steps) == ("finished", 3)
-    again = train_task(recipe, tmp_path / "whole", resume=True)
+    again = parcae.train(recipe, tmp_path / "whole", resume=True)
     assert again.validation == result.validation
 
     task, model = TASKS["pointers"], load(tmp_path / "whole")

@@ -6,41 +6,30 @@ drawn again for every step, from (seed, step), so there is nothing to store and 
     task = TASKS["walks"]
     examples = task.draw(64, np.random.default_rng(0))
     examples.tokens, examples.answers, examples.levels            # [rows, length]
+    task.tokenizer().decode(examples.tokens[0])                   # "<|bos|> 4->1 0->7 ... 2 > > >"
 
-A recipe names a task as its only source, "task:pointers"; `train_task` trains it into a run folder
-like any other; `python -m parcae.experiments.tasks train RECIPE --out RUN` does so in a process.
+A recipe names a task as its only source: `data.sources = ["task:walks"]`.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from parcae.config import ConfigError
 from parcae.data.loader import Batch
-from parcae.files import check_links, lock_folder, write_text
-from parcae.machine import SpinLimiter, keep_freed_memory
-from parcae.model.base import IGNORED_TARGET, LanguageModel
-from parcae.recipe import write_toml
-from parcae.runs import TrainResult
-from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, WRITTEN
+from parcae.data.tokenizer import BOS_NAMES, Tokenizer
 from parcae.schema import suggest
-from parcae.training.distributed import Workers, deterministic, training_device
-from parcae.training.learner import Learner
-from parcae.training.log import Display
-from parcae.training.run import read_recipe
-from parcae.training.settings import Recipe, recipe_from_file, recipe_to_dict
-from parcae.training.trainer import Trainer
 
+BOS = BOS_NAMES[0]
+NO_TARGET = -100
+"""The target of a position without an answer, which PyTorch's losses ignore."""
 PREFIX = "task:"
 TRAINING, HELD_OUT = 0, 1
 
@@ -62,7 +51,7 @@ class Examples(NamedTuple):
 
     def batch(self) -> Batch:
         """Inputs and targets; only answers are targets."""
-        targets = np.where(self.levels > 0, self.answers, IGNORED_TARGET)
+        targets = np.where(self.levels > 0, self.answers, NO_TARGET)
         return Batch(torch.from_numpy(self.tokens.copy()), torch.from_numpy(targets))
 
 
@@ -71,7 +60,20 @@ class Task(ABC):
 
     @property
     @abstractmethod
-    def vocab_size(self) -> int: ...
+    def vocabulary(self) -> list[str]:
+        """The text of each token, without spaces."""
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary)
+
+    def tokenizer(self) -> Tokenizer:
+        """Reads and prints rows: the texts of tokens, with spaces between them."""
+        return Tokenizer.of_words(self.vocabulary)
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
     @property
     @abstractmethod
@@ -88,6 +90,16 @@ class Task(ABC):
         self, rows: int, random: np.random.Generator, *, every_level: bool = False
     ) -> Examples:
         """Random rows; `every_level`: with the levels that training leaves out."""
+
+    def held_out(self, rows: int, batch_rows: int) -> Iterator[Batch]:
+        """The same `rows` every time, which no training draws."""
+        random = np.random.default_rng((HELD_OUT, 0))
+        for start in range(0, rows, batch_rows):
+            yield self.draw(min(batch_rows, rows - start), random).batch()
+
+    def answers_in(self, tokens: Sequence[int]) -> list[int]:
+        """What a model of the task should predict at each position; NO_TARGET: nothing."""
+        return [*tokens[1:], NO_TARGET]
 
 
 @dataclass(frozen=True)
@@ -106,8 +118,9 @@ class PointerChasing(Task):
     unary: bool = False
 
     @property
-    def vocab_size(self) -> int:
-        return self.nodes + 1 + (2 if self.unary else self.tested_hops)
+    def vocabulary(self) -> list[str]:
+        hops = [f"{hops}:" for hops in range(1, self.tested_hops + 1)]
+        return [*_numbers(self.nodes), BOS, *(("_", ">") if self.unary else hops)]
 
     @property
     def levels(self) -> range:
@@ -155,6 +168,10 @@ class PointerChasing(Task):
         return np.where(place < 0, blank, np.where(place == 0, start[..., None], arrow))
 
 
+def _numbers(count: int) -> list[str]:
+    return [str(number) for number in range(count)]
+
+
 def _permutations(rows: int, nodes: int, random: np.random.Generator) -> np.ndarray:
     return random.random((rows, nodes)).argsort(1)
 
@@ -175,8 +192,9 @@ class Walks(Task):
     walks: int = 4
 
     @property
-    def vocab_size(self) -> int:
-        return self.nodes + 3 + self.nodes**2
+    def vocabulary(self) -> list[str]:
+        nodes = _numbers(self.nodes)
+        return [*nodes, ">", "_", BOS, *(f"{a}->{b}" for a in nodes for b in nodes)]
 
     @property
     def levels(self) -> range:
@@ -210,6 +228,19 @@ class Walks(Task):
             *(np.concatenate((none, part.reshape(rows, -1)), 1) for part in (answers, levels)),
         )
 
+    def answers_in(self, tokens: Sequence[int]) -> list[int]:
+        """Where a walk is after the step from each position; an edge that is missing ends it."""
+        first_edge = self.nodes + 3
+        edges = (divmod(token - first_edge, self.nodes) for token in tokens if token >= first_edge)
+        successors, node, answers = dict(edges), NO_TARGET, []
+        for token in tokens:
+            if token < self.nodes:
+                node = token
+            walks = token <= self.nodes
+            node = successors.get(node, NO_TARGET) if walks else NO_TARGET
+            answers.append(node)
+        return answers
+
 
 @dataclass(frozen=True)
 class ModularArithmetic(Task):
@@ -221,8 +252,8 @@ class ModularArithmetic(Task):
     expressions: int = 4
 
     @property
-    def vocab_size(self) -> int:
-        return self.modulus + 6
+    def vocabulary(self) -> list[str]:
+        return [*_numbers(self.modulus), "+", "-", "*", BOS, "_", "="]
 
     @property
     def levels(self) -> range:
@@ -270,47 +301,34 @@ TASKS: dict[str, Task] = {
 }
 
 
+def task_of(sources: Sequence[str]) -> Task | None:
+    """The task that a recipe names as its only source; None where it names texts."""
+    named = [source for source in sources if source.startswith(PREFIX)]
+    if not named:
+        return None
+    if len(sources) > 1:
+        raise ConfigError(f"data.sources: {named[0]} is one of several. A task is the only source.")
+    return find_task(named[0])
+
+
 def find_task(source: str) -> Task:
-    """The task that a recipe names as "task:NAME"."""
+    """The task with the name "task:NAME"."""
     name = source.removeprefix(PREFIX)
     if name not in TASKS:
         raise ConfigError(f"data.sources: no task is called {name!r}. {suggest(name, list(TASKS))}")
     return TASKS[name]
 
 
-@dataclass(frozen=True)
-class TaskData:
-    """A task as the data of a training run; see `training.corpora.TrainingData`."""
-
-    task: Task
-    tokenizer: Any = None
-
-    def loader(self, recipe: Recipe, rank: int = 0, world_size: int = 1) -> TaskLoader:
-        return TaskLoader(self.task, recipe.data.global_batch, recipe.run.seed)
-
-    def validation(self, recipe: Recipe, batch_rows: int) -> Iterator[Batch]:
-        rows = recipe.run.validation_rows
-        random = np.random.default_rng((HELD_OUT, 0))
-        for start in range(0, rows, batch_rows):
-            yield self.task.draw(min(batch_rows, rows - start), random).batch()
-
-    def can_validate(self, recipe: Recipe) -> bool:
-        return True
-
-    def bytes_of_token(self) -> None:
-        return None
-
-    def fingerprints(self) -> list[dict[str, str]]:
-        return []
-
-
 class TaskLoader:
-    """The batch of every step, a function of (seed, step)."""
+    """A process's rows of the batch of every step, which is a function of (seed, step)."""
 
     sources = plans = ()
 
-    def __init__(self, task: Task, rows: int, seed: int) -> None:
+    def __init__(
+        self, task: Task, rows: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         self.task, self.rows, self.seed, self.step = task, rows, seed, 0
+        self.mine = slice(rank, None, world_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -318,7 +336,8 @@ class TaskLoader:
     def __next__(self) -> Batch:
         random = np.random.default_rng((TRAINING, self.seed, self.step))
         self.step += 1
-        return self.task.draw(self.rows, random).batch()
+        inputs, targets = self.task.draw(self.rows, random).batch()
+        return Batch(inputs[self.mine], targets[self.mine])
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -328,70 +347,3 @@ class TaskLoader:
 
     def close(self) -> None:
         pass
-
-
-def train_task(
-    recipe: Recipe, out: Path, resume: bool = False, follow_links: bool = False
-) -> TrainResult:
-    """`parcae.train` for a recipe whose source is a task; on one device."""
-    task = find_task(recipe.data.sources[0])
-    keep_freed_memory()
-    with ExitStack() as stack:
-        stack.enter_context(SpinLimiter())
-        workers = Workers(training_device(recipe.run.device))
-        stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
-        check_links(out, WRITTEN, follow_links)
-        stack.enter_context(lock_folder(out))
-        if not resume:
-            _start(out, recipe)
-        learner = Learner(recipe, workers, TaskData(task))
-        stack.callback(learner.close)
-        trainer = Trainer(recipe, out, workers, learner, Display(True))
-        stack.callback(trainer.close)
-        if resume:
-            trainer.resume()
-        return trainer.run()
-
-
-def _start(run: Path, recipe: Recipe) -> None:
-    if (run / METRICS_FILE).exists():
-        raise ConfigError(f"{run}: exists and holds a run. Resume it, or use another folder.")
-    write_text(run / RECIPE_FILE, write_toml(recipe_to_dict(recipe)))
-
-
-@torch.no_grad()
-def accuracies(
-    model: LanguageModel, task: Task, loops: Sequence[int], rows: int = 512
-) -> dict[int, dict[int, float]]:
-    """The share of right answers by number of loops, then by level, on `rows` held-out rows."""
-    examples = task.draw(rows, np.random.default_rng((HELD_OUT, 1)), every_level=True)
-    inputs, targets = examples.batch()
-    levels = torch.from_numpy(examples.levels)
-    right: dict[int, torch.Tensor] = {}
-    for depth, x in model.readings(inputs, loops, state="zero"):
-        right[depth] = model.logits(x).argmax(-1) == targets
-    return {
-        depth: {level: correct[levels == level].float().mean().item() for level in task.levels}
-        for depth, correct in right.items()
-    }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`train RECIPE --out RUN` or `train --resume RUN`: the command line of `parcae train`."""
-    parser = argparse.ArgumentParser(prog="python -m parcae.experiments.tasks")
-    train = parser.add_subparsers(required=True).add_parser("train")
-    train.add_argument("recipe", nargs="?", type=Path)
-    train.add_argument("--out", type=Path)
-    train.add_argument("--resume", type=Path, metavar="RUN")
-    train.add_argument("--follow-links", action="store_true")
-    options = parser.parse_args(arguments)
-    if options.resume is not None:
-        recipe, out = read_recipe(options.resume), options.resume
-    else:
-        recipe, out = recipe_from_file(options.recipe), options.out
-    result = train_task(recipe, out, options.resume is not None, options.follow_links)
-    return 1 if result.status == "diverged" else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
