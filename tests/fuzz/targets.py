@@ -22,6 +22,7 @@ import pyarrow.parquet
 import torch
 import zstandard
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 import fake_runs
 import parcae
@@ -231,6 +232,17 @@ def write_exported(folder: Path) -> None:
         path.rename(folder / path.name)
     shutil.rmtree(folder / "model")
     shutil.rmtree(folder / "exported")
+
+
+def write_indexed(folder: Path) -> None:
+    write_exported(folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file_of = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(weights)}
+    for file in set(file_of.values()):
+        part = {name: tensor for name, tensor in weights.items() if file_of[name] == file}
+        save_file(part, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -613,6 +625,9 @@ TARGETS = (
            {"config.json": change.json_file, "pytorch_model.bin": change.zip_file}, 0.5),
     Target("exported", write_exported, load,
            {"config.json": change.json_file, "model.safetensors": change.safetensors_file}, 2),
+    Target("indexed weights", write_indexed, load,
+           {"model.safetensors.index.json": change.json_file,
+            "part-1.safetensors": change.safetensors_file}, 1),
     Target("checkpoint", write_checkpoint, read_checkpoint,
            {"checkpoints/step-2/state.json": change.state_file}, 0.3),
     Target("resumed run", write_started, resume,

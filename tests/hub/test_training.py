@@ -110,6 +110,8 @@ def test_lora(tmp_path, ours):
     merged.save_pretrained(tmp_path / "merged")
     loaded = ParcaeForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(loaded(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+    here = parcae.load(tmp_path / "merged")(tokens, loops=4, state="zero").logits
+    torch.testing.assert_close(here, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
