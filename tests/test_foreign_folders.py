@@ -136,6 +136,17 @@ def test_a_run_with_a_link_out_of_it_is_not_resumed(name, run, outside, capsys):
     assert contents(run) == before
 
 
+def test_links_of_trackers(tmp_path):
+    logs = tmp_path / "run" / "wandb" / "run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(tmp_path / "cache.log")
+    files.check_links(tmp_path / "run")
+    files.remove(tmp_path / "run" / "wandb")
+    (tmp_path / "run" / "wandb").symlink_to(tmp_path)
+    with pytest.raises(FileError, match="wandb: a link that leads out"):
+        files.check_links(tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_links_that_are_meant(run, trained, tmp_path):
     """`data` and `checkpoints` on another disk."""
@@ -269,6 +280,7 @@ def test_a_line_without_an_end(tmp_path):
         read_metrics(tmp_path)
 
 
+@pytest.mark.slow
 def test_modes_of_files_are_those_of_the_umask(trained, tmp_path):
     assert modes(trained / "run") == {0o640}
     before = os.umask(0o002)

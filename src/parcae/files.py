@@ -114,6 +114,9 @@ def _links(path: Path) -> Iterator[Path]:
         yield path
         return
     for parent, folders, others in os.walk(path):
+        if Path(parent).name == "wandb":  # W&B links to logs in its cache, and writes to new files
+            folders.clear()
+            continue
         yield from filter(Path.is_symlink, (Path(parent, name) for name in (*folders, *others)))
 
 
