@@ -16,10 +16,10 @@ from scipy import stats
 
 from parcae import plotting
 from parcae.console import format_flops
+from parcae.evaluation.metrics import CONFIDENCE
 from parcae.experiments.experiment import Experiment, Results, Run, Table, format_losses
 from parcae.experiments.scales import Scale
 from parcae.experiments.verdicts import (
-    CONFIDENCE,
     NOT_SHOWN,
     Claim,
     Verdict,
