@@ -141,6 +141,34 @@ def test_clients_are_served_in_turn(served):
     assert [one.ended.index(job) for job in expected] == list(range(6))
 
 
+def test_no_key_holds_the_rows_of_all(served, plain_engine):
+    """Its texts wait, although there is a row, until a text of another key has begun."""
+    one = served(max_batch_size=3, gated=True)
+    one.scheduler.keys = 2
+    many = [one.submit(client=f"0 {n % 2}", max_new_tokens=20) for n in range(5)]
+    wait_until(lambda: one.scheduler.running == 2)
+    one.run(3)
+    wait_until(lambda: many[0].emitted)
+    assert (one.scheduler.running, one.scheduler.waiting) == (2, 3)
+    other = one.submit(client="1 a", max_new_tokens=1)
+    one.run()
+    text = plain_engine.generate("def ", loops=2, max_new_tokens=20).text
+    assert [one.text(job) for job in many] == [text] * 5
+    assert one.text(other) == plain_engine.generate("def ", loops=2, max_new_tokens=1).text
+    assert one.ended[0] is other
+
+
+@pytest.mark.parametrize(("rows", "keys", "held"), [(1, 9, 1), (2, 9, 1), (8, 1, 8), (64, 99, 56)])
+def test_rows_that_a_key_may_hold_alone(served, rows, keys, held):
+    one = served(max_batch_size=rows, gated=True, max_waiting=100)
+    one.scheduler.keys = keys
+    for _ in range(rows + 1):
+        one.submit(client="0 a")
+    wait_until(lambda: one.scheduler.running == held)
+    one.run(2)
+    assert one.scheduler.waiting == rows + 1 - held
+
+
 def test_a_full_queue_refuses_the_client_with_most_jobs():
     waiting = FairQueue(3)
     engine = Engine(text_model(), tokenizer())

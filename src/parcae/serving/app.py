@@ -74,6 +74,8 @@ def create_app(
     settings = settings or ServerSettings()
     require(not (models and named), "named", "models are given by path too", "Give one of the two.")
     served = open_models(models if named is None else named, settings, **engine_options)
+    for model in served.values():
+        model.scheduler.keys = max(1, len(api_keys))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

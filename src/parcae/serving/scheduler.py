@@ -59,6 +59,7 @@ class Job:
     request: Request
     emit: Callable[[Delta | ApiError], None]
     client: str = ""
+    """The number of its API key, a space, and its address."""
     seconds: float = math.inf
     """The longest time from now to the last token."""
     stream: bool = True
@@ -77,6 +78,11 @@ class Job:
     """Pieces taken from the current sequence."""
     held: list[Piece] = field(default_factory=list)
     """Pieces to hand out at the end."""
+
+    @property
+    def key(self) -> str:
+        """The client's API key, by its number."""
+        return self.client.partition(" ")[0]
 
     @property
     def has_begun(self) -> bool:
@@ -133,9 +139,12 @@ class FairQueue:
         self._jobs.setdefault(client, deque()).extend(jobs)
         return displaced
 
-    def pop(self) -> Job | None:
-        while self._jobs:
-            client, jobs = self._jobs.popitem(last=False)
+    def pop(self, may_begin: Callable[[Job], bool] = lambda job: True) -> Job | None:
+        """The job whose turn it is; clients whose next job may not begin keep their turn."""
+        for client, jobs in list(self._jobs.items()):
+            if jobs and not may_begin(jobs[0]):
+                continue
+            del self._jobs[client]
             if not jobs:
                 continue
             job = jobs.popleft()
@@ -155,6 +164,8 @@ State = Literal["ok", "draining", "closed", "failed"]
 class Scheduler:
     def __init__(self, engine: Engine, settings: ServerSettings, metrics: Metrics) -> None:
         self.engine, self.settings, self.metrics = engine, settings, metrics
+        self.keys = 1
+        """The number of API keys among which rows are shared."""
         self.state: State = "ok"
         self._changed = threading.Condition()
         """Guards the state, the queue and `Job.cancelled`."""
@@ -294,11 +305,17 @@ class Scheduler:
             if self._retries:
                 job = None if self._running else self._retries.popleft()
             else:
-                job = self._waiting.pop()
+                job = self._waiting.pop(self._may_begin)
             if job is not None:
                 job.admitted = True
                 self._running.append(job)
             return job
+
+    def _may_begin(self, job: Job) -> bool:
+        """Whether, if its key has a row, enough are left for the keys that have none."""
+        busy, rows = {other.key for other in self._running}, self.engine.max_batch_size
+        kept = min(self.keys - len(busy), max(rows // 8, 1), rows - 1)
+        return job.key not in busy or rows - len(self._running) > kept
 
     def _step(self) -> None:
         if not self._running:
