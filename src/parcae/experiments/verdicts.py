@@ -23,8 +23,13 @@ from typing import Literal
 from parcae.evaluation.metrics import interval
 
 Verdict = Literal[
-    *("shown", "shown weakly", "not shown at this scale", "contradicted"),
-    *("not run yet", "incomplete", "toy scale: no verdict"),
+    "shown",
+    "shown weakly",
+    "not shown at this scale",
+    "contradicted",
+    "not run yet",
+    "incomplete",
+    "toy scale: no verdict",
 ]
 SHOWN: Verdict = "shown"
 WEAKLY: Verdict = "shown weakly"

@@ -15,7 +15,7 @@ from parcae.training.run import FREE_TO_CHANGE
 Row = Mapping[str, Any]
 Members = Mapping[int, Sequence[Row]]
 """The rows of a group's runs by seed."""
-DIGITS = dict.fromkeys(("mean", "difference", "p"), 3)
+DIGITS = {"mean": 3, "difference": 3, "p": 3}
 NOTE = (
     "Over seeds: ± half the 95 % interval of the mean (Student's); differences from the first are "
     "paired by seed, with the p of a t-test."
@@ -79,12 +79,12 @@ def _difference(values: Mapping[int, float], base: Mapping[int, float]) -> dict[
     if not differences:
         return dict.fromkeys(("pairs", "difference", "difference_error", "p"))
     mean, half = interval(differences)
-    known = 0 < half < math.inf
+    test: Any = stats.ttest_1samp(differences, 0) if 0 < half < math.inf else None
     return {
         "pairs": len(differences),
         "difference": mean,
         "difference_error": _finite(half),
-        "p": float(stats.ttest_1samp(differences, 0).pvalue) if known else None,
+        "p": None if test is None else float(test.pvalue),
     }
 
 

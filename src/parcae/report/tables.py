@@ -104,7 +104,7 @@ def runs_table(runs: Sequence[Run]) -> str:
 def describe_model(run: Run) -> str:
     config = run.config
     if config is None:
-        return "a model of another version of parcae"
+        return "unknown: of another version of parcae, or of a file that --import names"
     if config.architecture == "transformer":
         return f"Transformer, {config.layers} layers, width {config.width}"
     layers = f"{config.prelude_layers}+{config.core_layers}+{config.coda_layers} layers"
