@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import parcae
+from parcae import evaluate
+from parcae.cli import main
 from parcae.config import ConfigError
 from parcae.evaluation import tables
+from parcae.evaluation.item_scores import read_evaluation
 from parcae.evaluation.paired import compare_evaluations
 from parcae.evaluation.results import parse_record
 from parcae.evaluation.suites import SUITES
@@ -142,3 +146,88 @@ def test_the_figure_states_the_number_of_items(small_model, small_tokenizer, tas
     core, lambada = (panel[0] for panel in tables._panels(result))
     assert core == "CORE, 4 of 22 tasks\n8 items"
     assert lambada == "LAMBADA\n2 items"
+
+
+def own_tasks(folder, extra=""):
+    questions = [
+        {
+            "question": "the cat sat on a",
+            "choices": ["mat", "dog run", "home"],
+            "answer": "dog run",
+        },
+        {"question": "one dog", "choices": ["run far", "rain"], "answer": 1},
+    ]
+    path = folder / "pets.jsonl"
+    path.write_text("".join(json.dumps(question) + "\n" for question in questions) + extra)
+    return path
+
+
+def test_own_questions_are_scored_at_all_depths(checkpoint, small_model, small_tokenizer, tmp_path):
+    path = own_tasks(tmp_path)
+    result = evaluate(checkpoint, tasks=path, loops=(1, 4), out=tmp_path / "out")
+    assert list(result.suites) == ["own"]
+
+    def nats(question, choice, loops):
+        context = [small_tokenizer.bos, *small_tokenizer.encode(question)]
+        answer = small_tokenizer.encode(f" {choice}")
+        tokens = torch.tensor([context + answer])
+        logits = small_model(tokens[:, :-1], loops=loops, state="zero").logits[0, -len(answer) :]
+        losses = torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum")
+        return losses.item()
+
+    for loops in (1, 4):
+        right = [
+            min(choices, key=lambda choice: nats(question, choice, loops)) == answer
+            for question, choices, answer in (
+                ("the cat sat on a", ("mat", "dog run", "home"), "dog run"),
+                ("one dog", ("run far", "rain"), "rain"),
+            )
+        ]
+        assert result.suites["own"]["by_loops"][str(loops)]["score"] == sum(right) / 2
+    again = evaluate(checkpoint, tasks=path, loops=2, out=tmp_path / "out")
+    assert again.loops == (1, 2, 4)
+    path.write_text(path.read_text().splitlines()[0] + "\n")  # other data under the same name
+    other = evaluate(checkpoint, tasks=[path], loops=2, out=tmp_path / "out")
+    assert other.suites["own"]["tasks"]["pets"]["scored"] == 1
+    assert len(read_evaluation(tmp_path / "out").items["own/pets"]) == 1
+    comparison = parcae.compare(tmp_path / "out", result_of(checkpoint, path), loops=2)
+    assert {row["task"] for row in comparison.differences()} == {"own/pets", "own"}
+    assert comparison.table()[0]["own"] == other.suites["own"]["by_loops"]["2"]["score"]
+    assert "Own tasks" in comparison.format("markdown")
+
+
+def result_of(checkpoint, path):
+    return evaluate(checkpoint, tasks=path, loops=2, out=path.parent / "second").folder
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not valid JSON"),
+        ('{"question": "a", "choices": ["b", "c"]}', "line 3, field answer: missing"),
+        ('{"question": "a", "choices": ["b"], "answer": 0}', "field choices: 1 entries"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "2 is not an index from 0 to 1"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": "d"}', "'d' is not exactly one of"),
+        ('{"question": "a", "choices": ["b", "b"], "answer": "b"}', "'b' is not exactly one of"),
+        (
+            '{"question": 1, "choices": ["b", "c"], "answer": 0}',
+            "field question: 1 is not a string",
+        ),
+    ],
+)
+def test_bad_lines_of_own_questions_are_named(line, message, checkpoint, tmp_path, capsys):
+    path = own_tasks(tmp_path, line + "\n")
+    assert main(["eval", str(checkpoint), "--tasks", str(path), "--out", str(tmp_path / "o")]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: line 3" in error
+    assert message in error
+
+
+def test_files_of_own_questions_must_exist_and_differ_in_name(checkpoint, tmp_path):
+    path = own_tasks(tmp_path)
+    with pytest.raises(FileError, match=r"no such file\. Give a file of questions"):
+        evaluate(checkpoint, tasks=[path, tmp_path / "none.jsonl"])
+    with pytest.raises(ConfigError, match="two files are called 'pets'"):
+        evaluate(checkpoint, tasks=[path, path])
+    with pytest.raises(ConfigError, match="own needs files of questions"):
+        evaluate(checkpoint, "own")

@@ -35,9 +35,18 @@ def register(subparsers: argparse._SubParsersAction) -> None:
         "--suites",
         type=parse_list,
         nargs="+",
-        default=[["val"]],
+        default=[],
         metavar="NAME",
-        help=f"one or several of {', '.join(SUITES)} (default: val)",
+        help=f"one or several of {', '.join(SUITES)} (default: val, or none with --tasks)",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="files of own multiple-choice questions, the suite own: JSON lines with question, "
+        "choices and answer (default: none)",
     )
     parser.add_argument(
         "--loops",
@@ -152,7 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
     with _progress() as report:
         result = evaluate(
             arguments.checkpoint,
-            suites,
+            suites or None,
+            tasks=arguments.tasks,
             loops=arguments.loops,
             out=arguments.out or default_folder(arguments.checkpoint),
             task_data=arguments.task_data,

@@ -20,7 +20,7 @@ from parcae.evaluation.results import (
     parse_record,
     selected,
 )
-from parcae.evaluation.suites import SUITES
+from parcae.evaluation.suites import SUITES, job_name
 from parcae.files import FileError, read_json, read_lines, read_sealed
 from parcae.runs.layout import EVALUATION_FOLDER, checkpoint_path, list_steps
 
@@ -181,18 +181,22 @@ def _read_samples(folder: Path) -> Iterator[Record]:
 
 
 def _data_of(result: Mapping[str, Any], task: str) -> str | None:
-    """The data of a text in the last evaluation, as its samples name it; None for other tasks.
+    """The data of a text or an own task in the last evaluation, as its samples name it; None for
+    other tasks.
 
     Samples of another text, such as an earlier `val_data`, are not of this evaluation."""
     suite = result["suites"].get(task) or {}
+    if task.startswith(job_name("own", "")):
+        own = result["suites"].get("own") or {"tasks": {}}
+        suite = own["tasks"].get(task.removeprefix(job_name("own", ""))) or {}
     digest = suite.get("fingerprint", suite.get("sha256"))
     return None if digest is None else digest[:12]
 
 
 def _window_count(result: Mapping[str, Any], task: str) -> tuple[str, int] | None:
     """The data of a text and the number of its windows."""
-    data = _data_of(result, task)
-    return None if data is None else (data, result["suites"][task].get("scored", 0))
+    data, suite = _data_of(result, task), result["suites"].get(task)
+    return None if data is None or suite is None else (data, suite.get("scored", 0))
 
 
 def _items(

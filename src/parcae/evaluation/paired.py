@@ -19,7 +19,7 @@ from parcae.config import ConfigError
 from parcae.evaluation.item_scores import Evaluation, ItemScore, Key, evaluation_of
 from parcae.evaluation.metrics import mean, ratio, standard_error
 from parcae.evaluation.results import EvaluationResult
-from parcae.evaluation.suites import SUITES
+from parcae.evaluation.suites import SUITES, job_name
 from parcae.evaluation.tasks import centre
 from parcae.files import FileError
 
@@ -183,9 +183,7 @@ def _compare_suites(
         of_b = b.suites.get(suite)
         if of_b is None or "tasks" not in of_a or "tasks" not in of_b:
             continue
-        jobs = {
-            name: f"zero-shot/{name}" if suite == "zero-shot" else name for name in of_a["tasks"]
-        }
+        jobs = {name: job_name(suite, name) for name in of_a["tasks"]}
         compared = {name: answers[job] for name, job in jobs.items() if job in answers}
         if of_a.get("baselines") != of_b.get("baselines"):
             left_out[suite] = "A and B are centred by different baselines"
@@ -249,8 +247,7 @@ def _score_error(evaluation: Evaluation, name: str, loops: int, score: float) ->
         if of_task is None:
             continue
         questions: dict[tuple[str, int], list[float]] = defaultdict(list)
-        job = f"zero-shot/{task}" if name == "zero-shot" else task
-        for key, item in evaluation.items.get(job, {}).items():
+        for key, item in evaluation.items.get(job_name(name, task), {}).items():
             credit = item.credit[depth] if item.credit else None
             if credit is None:
                 return None

@@ -62,8 +62,9 @@ Report = Callable[[Progress], None]
 
 def evaluate(
     model: str | Path | LanguageModel,
-    suites: str | Sequence[str] = ("val",),
+    suites: str | Sequence[str] | None = None,
     *,
+    tasks: str | Path | Sequence[str | Path] = (),
     loops: int | Sequence[int] | None = None,
     out: str | Path | None = None,
     task_data: str | Path | None = None,
@@ -91,7 +92,9 @@ def evaluate(
         model: The folder of a parcae model, a run or a checkpoint; the folder or the hub name of a
             causal transformers model; or a parcae model in memory, which needs `tokenizer`.
         suites: Names from `parcae.evaluation.suites.SUITES`: val, wikitext, lambada, core,
-            core-extended, zero-shot.
+            core-extended, zero-shot. Default: val, or none if there are `tasks`.
+        tasks: Files of own multiple-choice questions, the suite `own`: JSON lines with question,
+            choices and answer.
         loops: Numbers of loops to score at; all are read from one pass. Default: the mean number of
             loops in training.
         out: Folder for result.json, samples.jsonl and scores.png. An interrupted evaluation resumes
@@ -125,7 +128,10 @@ def evaluate(
     diverges are None.
     """
     start = time.monotonic()
-    names = check_suites([suites] if isinstance(suites, str) else suites)
+    own = tuple(map(Path, [tasks] if isinstance(tasks, str | Path) else tasks))
+    suites = (() if own else ("val",)) if suites is None else suites
+    suites = [suites] if isinstance(suites, str) else suites
+    names = check_suites([*suites, *(["own"] if own else [])])
     if limit is not None:
         require_range("limit", limit, at_least=1)
     require(
@@ -155,8 +161,9 @@ def evaluate(
         seeds=tuple(dict.fromkeys(seeds)) if seeds else SEEDS,
         limit=limit,
         baselines=baselines,
+        tasks=own,
     )
-    check_data(names, options.data)
+    check_data(names, options.data, own)
     folder = None if out is None else Path(out)
     if folder is not None:
         in_model = folder.name == EVALUATION_FOLDER

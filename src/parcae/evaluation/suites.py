@@ -60,6 +60,8 @@ class SuiteOptions:
     """How the file of texts is cut into documents."""
     run: Path | None = None
     """The run that the model belongs to."""
+    tasks: tuple[Path, ...] = ()
+    """Files of questions, for `own`."""
     seeds: tuple[int, ...] = SEEDS
     limit: int | None = None
     """Items of each task at most."""
@@ -109,6 +111,12 @@ def _open_zero_shot(options: SuiteOptions, scorer: Scorer) -> Suite:
     from parcae.evaluation.zero_shot import open_zero_shot_suite
 
     return open_zero_shot_suite(options.folder, options.limit)
+
+
+def _open_own(options: SuiteOptions, scorer: Scorer) -> Suite:
+    from parcae.evaluation.zero_shot import open_own_tasks
+
+    return open_own_tasks(options.tasks, options.limit)
 
 
 def _open_tasks(tasks: Callable[[], Sequence[Task]]) -> Callable[[SuiteOptions, Scorer], Suite]:
@@ -165,6 +173,7 @@ SUITES: dict[str, SuiteEntry] = {
     "zero-shot": SuiteEntry(
         "Zero-shot", _open_zero_shot, unit="accuracy in %", files=_zero_shot_files
     ),
+    "own": SuiteEntry("Own tasks", _open_own, needs_data=False, unit="accuracy in %"),
 }
 
 DOWNLOADABLE = tuple(name for name, entry in SUITES.items() if entry.files is not None)
@@ -180,8 +189,18 @@ def check_suites(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_data(names: Sequence[str], folder: Path | None) -> None:
-    """Refuse suites that read task files where their folder is missing."""
+def job_name(suite: str, task: str) -> str:
+    """What the samples call a task of a suite; a task of CORE is the same in each suite."""
+    return f"{suite}/{task}" if suite in ("zero-shot", "own") else task
+
+
+def check_data(names: Sequence[str], folder: Path | None, tasks: Sequence[Path] = ()) -> None:
+    """Refuse suites that read task files where these or their folder are missing."""
+    if "own" in names and not tasks:
+        raise ConfigError("suite: own needs files of questions. Give them with `tasks`.")
+    for path in tasks:
+        if not path.is_file():
+            raise FileError(f"{path}: no such file. Give a file of questions, one in each line.")
     reading = [name for name in names if SUITES[name].needs_data]
     if not reading:
         return

@@ -1,4 +1,5 @@
-"""The six zero-shot tasks of the comparison with RDMs, with lm-evaluation-harness's prompts.
+"""The six zero-shot tasks of the comparison with RDMs, with lm-evaluation-harness's prompts, and a
+user's own tasks.
 
 The answer is the choice with the highest log-probability (`accuracy`), or with the highest
 log-probability per character (`accuracy_per_character`, the harness's acc_norm).
@@ -20,8 +21,9 @@ from parcae.evaluation.metrics import by_loops, credit, mean, standard_error, su
 from parcae.evaluation.prompts import Answer, Prompt, continuations
 from parcae.evaluation.results import Samples, coverage, job_result
 from parcae.evaluation.scorer import Scorer
+from parcae.evaluation.suites import job_name
 from parcae.evaluation.tasks import Fields, find, read_lines
-from parcae.schema import shorten
+from parcae.schema import require, shorten
 
 
 class Question(NamedTuple):
@@ -72,6 +74,20 @@ def _arc(fields: Fields) -> Question:
             f"{shorten(answer)} is not one of the labels {shorten(list(labels))}", "answerKey"
         )
     return Question(f"Question: {fields.text('question')}\nAnswer:", choices, labels.index(answer))
+
+
+def _own(fields: Fields) -> Question:
+    """`answer` is the right choice, or its index."""
+    question, choices = fields.text("question"), fields.texts("choices")
+    answer = fields.get("answer")
+    if isinstance(answer, str):
+        if choices.count(answer) != 1:
+            raise fields.error(
+                f"{shorten(answer)} is not exactly one of the choices {shorten(list(choices))}",
+                "answer",
+            )
+        return Question(question, choices, choices.index(answer))
+    return Question(question, choices, fields.index("answer", len(choices)))
 
 
 class Candidate(NamedTuple):
@@ -133,9 +149,8 @@ TASKS = (
 class ZeroShot(PromptJob):
     """One task, on its first `limit` questions."""
 
-    def __init__(self, task: ZeroShotTask, questions: Sequence[Question], source: DataFile) -> None:
-        self.name, self.title = f"zero-shot/{task.name}", task.title
-        self.questions, self.source = questions, source
+    def __init__(self, name: str, questions: Sequence[Question], source: DataFile) -> None:
+        self.name, self.questions, self.source = name, questions, source
 
     def __len__(self) -> int:
         return len(self.questions)
@@ -206,5 +221,17 @@ def open_task(task: ZeroShotTask, folder: Path, limit: int | None = None) -> Zer
     for candidate in task.candidates:
         if (path := find(folder, candidate.file)) is not None:
             questions = read_lines(path, candidate.read)[:limit]
-            return ZeroShot(task, questions, DataFile(path, candidate.split))
+            name = job_name("zero-shot", task.name)
+            return ZeroShot(name, questions, DataFile(path, candidate.split))
     return None
+
+
+def open_own_tasks(paths: Sequence[Path], limit: int | None) -> ZeroShotSuite:
+    """A task for each file, named after it."""
+    tasks: dict[str, ZeroShot | None] = {}
+    for path in paths:
+        name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        require(name not in tasks, "tasks", f"two files are called {name!r}", "Rename one.")
+        questions = read_lines(path, _own)[:limit]
+        tasks[name] = ZeroShot(job_name("own", name), questions, DataFile(path, "own"))
+    return ZeroShotSuite(tasks)
