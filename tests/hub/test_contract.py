@@ -1,10 +1,10 @@
 """What transformers expects of every causal language model, as tests of this one.
 
-Generation is in test_hub_generation.py, saved folders are in test_saving.py, training and
-offloading to CPU and disk in test_training.py. Tests of its `ModelTesterMixin` that cannot apply:
-tensor and expert parallel plans, weights kept in float32, conversion of weight names, RoPE scaling,
-sliding windows, experts, encoders and several modalities (the model has none of these); several
-devices, DeepSpeed, FlashAttention and kernels (they need an accelerator); compiled training without
+Generation is in test_hub_generation.py, saved folders are in test_saving.py, training, several
+devices and offloading to CPU and disk in test_training.py. Tests of its `ModelTesterMixin` that
+cannot apply: tensor and expert parallel plans, weights kept in float32, conversion of weight names,
+RoPE scaling, sliding windows, experts, encoders and several modalities (the model has none of
+these); DeepSpeed, FlashAttention and kernels (they need an accelerator); compiled training without
 `num_loops`, because depths are drawn outside of the graph.
 """
 

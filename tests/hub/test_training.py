@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
 from tokenizers import decoders, models, pre_tokenizers
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +26,7 @@ from hub_models import (  # noqa: F401
 from parcae.data.tokenizer import Tokenizer
 from parcae.hub import modeling_parcae
 from parcae.hub.loops import drawn_depths
-from parcae.hub.modeling_parcae import ParcaeForCausalLM
+from parcae.hub.modeling_parcae import ParcaeForCausalLM, ParcaeLayer
 from parcae.hub.remote_code import remote_code
 from parcae.model.store import save
 
@@ -181,6 +184,30 @@ def check_same(model, expected) -> None:
     for _ in range(2):
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
     assert torch.equal(model.generate(tokens, **greedy), expected.generate(tokens, **greedy))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["parcae", "rdm"])
+def test_layers_on_several_devices(kind):
+    """The core's layers too: operands of an operation are on one device. These tensors have no
+    values, and so may be on devices that this machine does not have."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model = in_transformers(randomised(KINDS[kind]))
+    with FakeTensorMode(), torch.inference_mode():
+        for name, module in list(model.named_modules()):
+            on_second = re.search(r"core\.layers\.1|coda|readout|model\.norm|lm_head", name)
+            device = "cpu:1" if on_second else "cpu"
+            for key, parameter in list(module.named_parameters(recurse=False)):
+                value = torch.empty(parameter.shape, device=device)
+                setattr(module, key, nn.Parameter(value, requires_grad=False))
+            if isinstance(module, ParcaeLayer | nn.Linear | nn.RMSNorm):
+                add_hook_to_module(module, AlignDevicesHook(device))
+        tokens = torch.zeros(3, 7, dtype=torch.long)
+        for loops in (3, [1, 3, 2]):
+            logits = model(tokens, num_loops=loops, use_cache=False).logits
+            assert str(logits.device) == "cpu:1"
 
 
 LINES = ["the cat sat on a mat", "one dog ran"]

@@ -45,7 +45,7 @@ class EarlyExit:
         if self.stopped is None:
             self.last.append((key, value))
             return key, value
-        stopped = self.stopped[:, None, None, None]
+        stopped = self.stopped[:, None, None, None].to(key.device)
         last_key, last_value = self.last[self.layer]
         key, value = torch.where(stopped, last_key, key), torch.where(stopped, last_value, value)
         self.last[self.layer] = (key, value)

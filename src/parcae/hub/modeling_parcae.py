@@ -243,7 +243,8 @@ class ParcaeCore(ParcaeStack):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, h: Tensor, transition: Tensor, drive: Tensor, *args: Any, **inputs: Any
     ) -> Tensor:
-        return super().forward(self.injection.mix(h, transition, drive), *args, **inputs)
+        x = self.injection.mix(h, transition, drive)
+        return super().forward(x, *args, **inputs).to(h.device)  # layers may be on several
 
 
 class ParcaePreTrainedModel(PreTrainedModel):
@@ -398,7 +399,7 @@ class ParcaeModel(ParcaePreTrainedModel):
                 core_rope = self._rope(position_ids, self.config.core_block.head_dim)
             transition, drive = self.core.injection(x)
             rows = CoreRows(drive, values[P : P + K], core_rope, attention_mask, position_ids)
-            h = self._initial_state(x)
+            h = self._initial_state(x).to(drive.device)
             if isinstance(depths, int):
                 h = self._loop(h, transition, rows, depths, exit, inputs)
             else:
@@ -469,7 +470,7 @@ class ParcaeModel(ParcaePreTrainedModel):
         phases += [(active, True) for active in schedule.grad_rows]
         if not torch.is_grad_enabled():
             phases = [(active, True) for active in schedule.all_loops]
-        order = torch.tensor(schedule.order, device=h.device)
+        order = torch.tensor(schedule.order)
         h, rows = h[order], rows.select(order)
         masks: dict[int, Any] = {}
         for loop, (active, with_gradient) in enumerate(phases):
