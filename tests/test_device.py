@@ -10,7 +10,7 @@ import parcae
 from oracles import text_model, tokenizer
 from parcae.cli import main
 from parcae.config import ConfigError
-from parcae.device import TRAINING_DEVICES, check_compiler, find_device
+from parcae.device import TRAINING_DEVICES, check_compiler, find_device, multiplies_bfloat16
 from parcae.training.distributed import training_device
 
 
@@ -39,6 +39,29 @@ def test_training_prefers_mps_to_the_cpu_and_inference_does_not(monkeypatch):
     monkeypatch.setattr(torch, "empty", record)
     find_device("auto"), find_device("auto", auto=TRAINING_DEVICES)
     assert asked == ["cpu", "mps"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "capability", "instructions", "expected"),
+    [
+        (None, "AVX512", True, True),
+        ("AVX512_CORE_AMX", "AVX512", True, True),
+        ("avx512_core_bf16", "AVX512", True, True),
+        ("AVX512_CORE", "AVX512", True, False),
+        (None, "AVX2", True, False),
+        (None, "AVX512", False, False),
+    ],
+)
+def test_products_of_bfloat16_need_instructions_that_may_be_used(
+    limit, capability, instructions, expected, monkeypatch
+):
+    """As with ONEDNN_MAX_CPU_ISA and ATEN_CPU_CAPABILITY."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": instructions})
+    assert multiplies_bfloat16() == expected
 
 
 def test_models_are_opened_on_a_device(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,9 @@ TRAINING_DEVICES = ("cuda", "mps", "cpu")
 INFERENCE_DEVICES = ("cuda", "cpu")
 """In the order in which `auto` prefers them. MPS has no float64, in which exit rules, scores and
 traces are computed."""
+WITHOUT_BFLOAT16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2"}
+WITHOUT_BFLOAT16 |= {"AVX512_CORE", "AVX512_CORE_VNNI"}
+"""Values of ONEDNN_MAX_CPU_ISA."""
 DEVICE_HELP = (
     "where the model runs: auto, cpu, cuda or cuda:N (default: auto, which is cuda if available)"
 )
@@ -50,6 +54,17 @@ def is_available(name: str) -> bool:
 
     available = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     return name not in available or available[name]()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 (those with AMX have AVX512-BF16,
+    too), and the environment lets PyTorch and oneDNN use them."""
+    import torch
+
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL"))
+    allowed = limit.upper() not in WITHOUT_BFLOAT16
+    used = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return allowed and used and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
 def check_compiler(device: torch.device, key: str) -> None:

@@ -14,7 +14,8 @@ import torch
 from parcae.cli import main
 from parcae.machine import StopSignals
 from parcae.recipe import merge, read_toml
-from parcae.training import memory_estimate, trainer
+from parcae.training import distributed, memory_estimate, trainer
+from parcae.training.distributed import compute_dtype
 from parcae.training.memory_estimate import (
     MicroBatch,
     checkpoint_bytes,
@@ -45,6 +46,17 @@ def test_numbers_of_a_small_run():
     assert (found.micro_batch, found.micro_batches) == (4, 2)
     assert found.memory.weights == found.memory.gradients == 4 * found.parameters
     assert found.precision == "float32"
+
+
+@pytest.mark.parametrize(("width", "has_it"), [(128, True), (128, False), (64, True)])
+def test_auto_is_bfloat16_where_it_pays(width, has_it, monkeypatch):
+    monkeypatch.setattr(distributed, "multiplies_bfloat16", lambda: has_it)
+    wide = recipe(model={"width": width})
+    expected = torch.bfloat16 if has_it and width == 128 else torch.float32
+    assert compute_dtype(wide, torch.device("cpu")) == expected
+    assert compute_dtype(wide, torch.device("cuda")) == torch.bfloat16
+    exact = recipe(model={"width": width}, run={"precision": "float32"})
+    assert compute_dtype(exact, torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.slow
@@ -233,8 +245,9 @@ def test_a_plan_takes_tables_and_overrides_and_gives_rows():
     assert plan("smoke", device_flops=1e9, run={"device": "cpu"}, budget={"steps": 7}) == found
 
 
-def test_the_peak_of_a_cpu_is_measured_and_others_are_known_or_not():
-    found = peak_flops(torch.device("cpu"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_of_a_cpu_is_measured_and_others_are_known_or_not(dtype):
+    found = peak_flops(torch.device("cpu"), dtype)
     assert found is not None
     assert found > 1e8
     assert peak_flops(torch.device("meta")) is None

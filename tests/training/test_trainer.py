@@ -17,11 +17,11 @@ from parcae.model.flops import parameter_count, training_flops_per_token
 from parcae.model.looped import LoopedModel
 from parcae.report.runs import read_run
 from parcae.runs import read_result
-from parcae.training import trainer
+from parcae.training import distributed, trainer
 from parcae.training.corpora import open_corpora
 from parcae.training.learner import Learner
 from parcae.training.log import Display
-from parcae.training.run import train
+from parcae.training.run import read_recipe, train
 from parcae.training.schedule import total_steps
 from parcae.training.settings import recipe_from_tree, recipe_to_dict
 from parcae.training.trainer import Trainer
@@ -344,6 +344,34 @@ def test_bfloat16_on_the_cpu(text, tmp_path):
         assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.05)
     assert losses["bfloat16"] != losses["float32"]
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_precision_it_began_with(text, tmp_path, monkeypatch, capsys, one_thread):
+    """Bit for bit, also on a CPU where it would have begun with another."""
+    recipe, run = runs.recipe(text, budget={"steps": 8}), tmp_path / "run"
+    monkeypatch.setattr(distributed, "BFLOAT16_WIDTH", 1)
+    monkeypatch.setattr(distributed, "multiplies_bfloat16", lambda: True)
+    train(recipe, tmp_path / "whole")
+    assert "run.precision: auto; bfloat16" in capsys.readouterr().out
+    real = Trainer._train_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_train_step", one_step)
+        assert train(recipe, run).status == "interrupted"
+    monkeypatch.setattr(distributed, "multiplies_bfloat16", lambda: False)
+    train(recipe, run, resume=True)
+    assert "cpu in bfloat16" in capsys.readouterr().out
+    assert read_recipe(run).run.precision == "bfloat16"
+    assert runs.curve(run) == runs.curve(tmp_path / "whole")
+    train(recipe, tmp_path / "without")
+    assert read_recipe(tmp_path / "without").run.precision == "float32"
+    assert runs.curve(tmp_path / "without") != runs.curve(run)
 
 
 @pytest.mark.slow

@@ -31,16 +31,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from parcae.config import ConfigError, require
-from parcae.device import TRAINING_DEVICES, find_device
+from parcae.device import TRAINING_DEVICES, find_device, multiplies_bfloat16
 from parcae.files import FileError
 from parcae.model.base import LanguageModel
 from parcae.model.init_weights import init_weights
 from parcae.model.looped import LoopedModel
-from parcae.training.settings import RunConfig
+from parcae.training.settings import Recipe, RunConfig
 
 TIMEOUT = timedelta(minutes=30)
 """Timeout of a collective."""
 POLL_SECONDS = 1.0
+BFLOAT16_WIDTH = 128
+"""Narrower models gain little from bfloat16 on a CPU, and train in minutes."""
 
 
 class Workers:
@@ -167,8 +169,8 @@ class ShardedWorkers(ProcessGroupWorkers):
         """Only this process's shards get memory. Every process draws all weights, block by block in
         CPU memory, and keeps its part, so that they do not depend on the number of processes.
 
-        Without a mixed-precision policy: it would round RoPE, decay and the state as well, which
-        autocast, here as with copies, keeps in float32.
+        Without a mixed-precision policy: it would round decay and the state as well, and gradients
+        before they are summed, all of which `model/precision.py` keeps in float32.
         """
         units: list[nn.Module] = []
         if isinstance(model, LoopedModel):
@@ -272,11 +274,16 @@ def deterministic(enabled: bool, device: torch.device) -> Iterator[None]:
         options.fill_uninitialized_memory = fill
 
 
-def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+def compute_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     """The dtype that `run.precision` means on a device."""
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" else "float32"
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    if recipe.run.precision != "auto":
+        return getattr(torch, recipe.run.precision)
+    pays = device.type == "cuda" or (
+        device.type == "cpu"
+        and recipe.model.core_block.width >= BFLOAT16_WIDTH
+        and multiplies_bfloat16()
+    )
+    return torch.bfloat16 if pays else torch.float32
 
 
 def training_device(wanted: str, local_rank: int = 0) -> torch.device:

@@ -60,14 +60,15 @@ class Learner:
     def __init__(self, recipe: Recipe, workers: Workers, corpora: TrainingData) -> None:
         run, data = recipe.run, recipe.data
         self.recipe, self.workers, self.corpora = recipe, workers, corpora
-        self.dtype = compute_dtype(run.precision, workers.device)
+        self.dtype = compute_dtype(recipe, workers.device)
         self.model = build(recipe.model)
         if run.compile:
             self.model.compile_layers()
         if run.activation_checkpointing:
             self.model.activation_checkpointing()
         self.wrapped = workers.initialise(self.model, run.seed)
-        self.optimiser = Optimiser(self.model, recipe.optimiser, workers.replica_group)
+        mixed = None if self.dtype == torch.float32 else self.dtype
+        self.optimiser = Optimiser(self.model, recipe.optimiser, workers.replica_group, mixed)
         self.loader = corpora.loader(recipe, workers.rank, workers.size)
         rows = data.global_batch // workers.size
         self.micro_batch = min(data.micro_batch or rows, rows)

@@ -32,7 +32,6 @@ from parcae.model.base import LanguageModel, loss_chunk, mixed_loss_chunk
 from parcae.model.flops import parameter_count
 from parcae.model.looped import LoopedModel
 from parcae.training.distributed import compute_dtype
-from parcae.training.muon import Muon
 from parcae.training.optim import Optimiser
 from parcae.training.schedule import Factors
 from parcae.training.settings import Recipe
@@ -130,7 +129,7 @@ def choose_micro_batch(
     if available is None:
         return MicroBatch(sizes[0], limited)
     limit = SHARE_OF_MEMORY[kind] * available
-    dtype = compute_dtype(recipe.run.precision, device)
+    dtype = compute_dtype(recipe, device)
     if _rough_bytes(recipe, dtype, sizes[0], kind) <= limit:
         return MicroBatch(sizes[0], limited)
     one = estimate_memory(recipe, dtype, 1, rows, devices, kind)
@@ -210,10 +209,7 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int, kind: str = "cpu
 def _optimiser_step(recipe: Recipe, dtype: torch.dtype) -> int:
     with FakeTensorMode():
         model = _fake(build(recipe.model))
-        optimiser = Optimiser(model, recipe.optimiser)
-        for member in optimiser.members.values():
-            if isinstance(member, Muon):
-                member.dtype = dtype
+        optimiser = Optimiser(model, recipe.optimiser, muon_dtype=dtype)
         for p in model.parameters():
             p.grad = torch.empty_like(p)
         with LiveBytes() as live:

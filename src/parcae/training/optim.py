@@ -61,8 +61,10 @@ class Optimiser:
         model: nn.Module,
         config: OptimiserConfig,
         process_group: ProcessGroup | None = None,
+        muon_dtype: torch.dtype | None = None,
     ) -> None:
-        """`process_group`: ranks with the same parameters and gradients (DDP), to split work."""
+        """`process_group`: ranks with the same parameters and gradients (DDP), to split work.
+        `muon_dtype` is that of Muon's products; by default it follows the device."""
         self.config = config
         self.names: dict[Tensor, str] = {}
         self.members: dict[str, Optimizer] = {}
@@ -71,7 +73,7 @@ class Optimiser:
             if trained:
                 self.names |= {p: name for name, p in trained}
                 parameters = [p for _, p in trained]
-                self.members[kind] = _make(kind, parameters, config, process_group)
+                self.members[kind] = _make(kind, parameters, config, process_group, muon_dtype)
 
     def step(self, factors: Factors) -> None:
         config = self.config
@@ -110,7 +112,11 @@ class Optimiser:
 
 
 def _make(
-    kind: str, parameters: list[nn.Parameter], config: OptimiserConfig, group: ProcessGroup | None
+    kind: str,
+    parameters: list[nn.Parameter],
+    config: OptimiserConfig,
+    group: ProcessGroup | None,
+    muon_dtype: torch.dtype | None,
 ) -> Optimizer:
     if kind == "muon":
         return Muon(
@@ -119,6 +125,7 @@ def _make(
             momentum=config.muon_momentum,
             beta2=config.muon_beta2,
             weight_decay=config.muon_weight_decay,
+            dtype=muon_dtype,
             process_group=group,
         )
     optimiser = OPTIMISERS[kind](_decaying(parameters, config), config)

@@ -127,7 +127,7 @@ def plan(
         "Use a multiple of the number of devices.",
     )
     kind = _device_kind(recipe, device_flops)
-    dtype = compute_dtype(recipe.run.precision, torch.device(kind))
+    dtype = compute_dtype(recipe, torch.device(kind))
     speed = _device_speed(device_flops, kind, dtype)
     rows, reason = recipe.data.micro_batch, None
     if rows is None:
@@ -183,7 +183,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
     None where it is unknown. A CPU that is busy with something else shows less than its peak.
     """
     if device.type == "cpu":
-        return _measured_flops()
+        return _measured_flops(dtype)
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -199,10 +199,10 @@ def step_seconds(
     return flops_per_step(recipe) / (device_flops * devices * utilisation)
 
 
-def _measured_flops() -> float:
+def _measured_flops(dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of many products of square matrices."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=generator) for _ in range(2))
+    generator, shape = torch.Generator().manual_seed(0), (MATRIX_SIZE, MATRIX_SIZE)
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     shortest, end = float("inf"), time.perf_counter() + MEASURING_SECONDS
     while time.perf_counter() < end:
         start = time.perf_counter()

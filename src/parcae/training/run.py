@@ -193,6 +193,8 @@ def _check_unchanged(before: Recipe, now: Recipe, run: Path, step: int) -> None:
         table, _, name = key.partition(".")
         if name in MOVED.get(table, ()):
             continue
+        if key == "run.precision" and old[key] == "auto":  # recorded before it was resolved
+            continue
         reason = "which changes what it learns"
         if table == "budget":
             if _extends(before, now, step):

@@ -213,7 +213,9 @@ class RunConfig(Settings, table="run"):
     )
     device: Literal["auto", "cuda", "mps", "cpu"] = setting("auto", "auto, cuda, mps or cpu")
     precision: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "auto (bfloat16 autocast on CUDA, float32 elsewhere), float32 or bfloat16"
+        "auto",
+        "auto (bfloat16 on CUDA and on CPUs with instructions for it, float32 elsewhere), "
+        "float32 or bfloat16",
     )
     compile: bool = setting(False, "compile the layers with torch.compile")
     activation_checkpointing: bool = setting(

@@ -25,7 +25,7 @@ from parcae.runs.layout import STATE_FILE, WRITTEN, checkpoint_path
 from parcae.runs.records import IMPORTED, RunStatus, TrainResult, recorded_imports
 from parcae.training.checkpoint_writer import CheckpointWriter
 from parcae.training.corpora import Corpora, TaskCorpus, open_corpora
-from parcae.training.distributed import Workers, deterministic, open_workers
+from parcae.training.distributed import Workers, compute_dtype, deterministic, open_workers
 from parcae.training.divergence import diagnose
 from parcae.training.learner import Learner, Step
 from parcae.training.log import Display, Log, open_trackers
@@ -61,6 +61,7 @@ def train_recipe(
             recipe, resume = with_absolute_paths(read_recipe(out)), True
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
         display = Display(workers.is_first)
+        recipe = _with_precision(recipe, out, resume, workers, display)
         recipe = _with_micro_batch(recipe, out, resume, workers, display)
         failure = None
         with workers.first_works():  # tokenising may take hours
@@ -84,6 +85,28 @@ def train_recipe(
         if resume:
             trainer.resume()
         return trainer.run()
+
+
+def _with_precision(
+    recipe: Recipe, out: Path, resume: bool, workers: Workers, display: Display
+) -> Recipe:
+    """The recipe with the precision of its run, or the one that "auto" means for all processes.
+
+    It is recorded in the run's recipe.toml, so that a run that continues elsewhere keeps it.
+    """
+    if recipe.run.precision != "auto":
+        return recipe
+    kind = workers.device.type
+    if resume:
+        precision = read_recipe(out).run.precision
+        if precision == "auto":  # of a version that did not record it
+            precision = "bfloat16" if kind == "cuda" else "float32"
+    else:
+        fast = not workers.any(compute_dtype(recipe, workers.device) == torch.float32)
+        precision = "bfloat16" if fast else "float32"
+        if fast and kind == "cpu":
+            display.print("run.precision: auto; bfloat16, for which this CPU has instructions.")
+    return replace(recipe, run=replace(recipe.run, precision=precision))
 
 
 def _with_micro_batch(
