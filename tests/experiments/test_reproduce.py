@@ -367,6 +367,16 @@ def test_a_recipe_that_was_changed_is_written_again(tmp_path):
     assert path.read_text() == text
 
 
+@pytest.mark.parametrize(("given", "trained"), [("auto", "float32"), ("bfloat16", "bfloat16")])
+def test_results_are_in_float32_unless_the_recipe_says_otherwise(given, trained, tmp_path):
+    """On every CPU; the key of a run does not say so."""
+    changes = {"run": {"device": "cpu", "precision": given}}
+    store, run = Store(tmp_path), next(Loops().runs(Scale("toy", 1, changes)))
+    store._prepare([run])
+    text = (tmp_path / "recipes" / f"{run.key}.toml").read_text()
+    assert f'precision = "{trained}"' in text
+
+
 @pytest.mark.parametrize("content", ["[]", '{"a": 1}', '{"a": {"1-2": []}}'])
 def test_processor_times_that_were_edited(content, tmp_path):
     (tmp_path / "cpu.json").write_text(content)

@@ -54,6 +54,14 @@ SECONDS_BETWEEN_READINGS = 10.0
 Ended = Callable[[Run], None]
 
 
+def _in_float32(recipe: Recipe) -> Recipe:
+    """A recipe for CPUs whose results do not depend on what bfloat16 the CPU has."""
+    run = recipe.run
+    if run.device == "cpu" and run.precision == "auto":
+        run = replace(run, precision="float32")
+    return replace(recipe, run=run)
+
+
 class Store:
     def __init__(self, folder: Path, texts: Path | None = None, follow_links: bool = False) -> None:
         """`texts`: the folder that the files of `TEXTS` are below. `follow_links`: whether runs may
@@ -110,7 +118,7 @@ class Store:
         to_do = [run for run in unique.values() if not self.has_ended(run)]
         for run in to_do:
             path = self._request(run).recipe
-            text = write_toml(recipe_to_dict(self._with_data(run.recipe)))
+            text = write_toml(recipe_to_dict(_in_float32(self._with_data(run.recipe))))
             if not path.exists() or read_text(path, errors="replace") != text:  # no checksum
                 write_text(path, text)
         return to_do
