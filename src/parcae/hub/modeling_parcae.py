@@ -363,7 +363,8 @@ class ParcaeModel(ParcaePreTrainedModel):
         `exit`: "state:0.1" or "budget:4" stops tokens early while one is decoded at a time.
         Other arguments are those of transformers and of attention functions from outside.
         """
-        unknown = [name for name in kwargs if name not in KNOWN_ARGUMENTS]
+        given = [name for name, value in kwargs.items() if value is not None]
+        unknown = [name for name in given if name not in KNOWN_ARGUMENTS]
         if unknown and self.config._attn_implementation in ATTENTION:
             raise TypeError(
                 f"{', '.join(unknown)}: unknown arguments. The model's own are num_loops and exit."
