@@ -15,6 +15,7 @@ import pytest
 
 import fake_runs as fakes
 import parcae
+from chromium import BROWSER, Browser
 from parcae.cli import main
 from parcae.experiments.paper_runs import paper_table
 from parcae.presets import PRESETS
@@ -217,6 +218,29 @@ def test_several_runs_are_compared(tmp_path):
     assert "Transformer, 3 layers" in reader.text
     assert "model.architecture" in content.split("Differences between")[1]
     assert any("baseline" in image["aria-label"] for image in reader.images)
+
+
+@pytest.mark.slow
+def test_norms_of_several_runs_are_grouped_by_matrix(tmp_path):
+    folders = [fakes.looped_run(tmp_path / f"run {i}", seed=i) for i in range(4)]
+    _, reader = report(*folders, out=tmp_path / "out")
+    labels = {image["aria-label"] for image in reader.images}
+    norms = [label for label in labels if "Spectral norms" in label]
+    assert len(norms) == 4
+    assert all(label.count(": from ") <= 4 for label in norms), "a line for each run"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+def test_nothing_scrolls_sideways_at_1300_pixels(tmp_path):
+    folders = [fakes.looped_run(tmp_path / f"parcae-wide-{i}", seed=i) for i in range(4)]
+    report(*folders, out=tmp_path / "out")
+    with Browser(tmp_path) as browser:
+        page = browser.open((tmp_path / "out" / "report.html").as_uri(), width=1300)
+        wide = (
+            "[...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)"
+        )
+        assert page.evaluate(f"{wide}.length") == 0
 
 
 @pytest.mark.slow

@@ -440,6 +440,9 @@ def test_fits_a_phone_and_is_readable_in_the_dark(open_page, width, dark):
         sheet = page.evaluate("$('inspector').getBoundingClientRect().top")
         assert 200 < sheet < 500
         assert 0 <= page.evaluate(f"{box}.top") <= page.evaluate(f"{box}.bottom") <= sheet
+        page.evaluate("$('inspector').scrollTop = 999")
+        top = page.evaluate("$('close').getBoundingClientRect().top")
+        assert sheet <= top < sheet + 30, "the way out stays in reach"
     small = page.evaluate(
         "[...document.querySelectorAll('button, select, input, textarea')]"
         ".filter(e => e.checkVisibility() && !e.matches('[type=checkbox]'))"

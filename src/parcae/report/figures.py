@@ -257,6 +257,34 @@ def _first_and_last(runs: Sequence[Run], run: Run) -> list[tuple[Line, str, bool
     return [(line, f"step {number(line.get('step')):.0f}", i > 0) for i, line in enumerate(chosen)]
 
 
+SPECTRAL_NORMS = {
+    "transition_norm": ("A, transition", "largest singular value", "The matrix within the loop."),
+    "input_norm": ("B, input", "largest singular value", "The matrix into the loop."),
+    "readout_norm": ("C, readout", "largest singular value", "The matrix out of the loop."),
+    "readout_expansion": ("growth by C", "factor", "By which C changes the norm of the state."),
+}
+
+
+def spectral_norms(runs: Sequence[Run], axis: Axis) -> Figure | None:
+    """Of a single run; several have a figure for each matrix."""
+    names = {key: what for key, (what, _, _) in SPECTRAL_NORMS.items()}
+    draw = several_over_training(
+        "spectral_norms",
+        "Spectral norms",
+        "largest singular value",
+        names,
+        "Matrices into, within and out of the loop, and the factor by which C changes the norm of "
+        "the state.",
+        telemetry=True,
+    )
+    return draw(runs, axis) if len(runs) == 1 else None
+
+
+def compared(draw: Draw) -> Draw:
+    """A figure that only several runs have."""
+    return lambda runs, axis: draw(runs, axis) if len(runs) > 1 else None
+
+
 TRAINING: tuple[Draw, ...] = (
     loss_curves,
     loss_by_depth,
@@ -325,19 +353,10 @@ LOOP: tuple[Draw, ...] = (
         "input. An A that depends on the input has none.",
         telemetry=True,
     ),
-    several_over_training(
-        "spectral_norms",
-        "Spectral norms",
-        "largest singular value",
-        {
-            "transition_norm": "A, transition",
-            "input_norm": "B, input",
-            "readout_norm": "C, readout",
-            "readout_expansion": "growth by C",
-        },
-        "Matrices into, within and out of the loop, and the factor by which C changes the norm of "
-        "the state.",
-        telemetry=True,
+    spectral_norms,
+    *(
+        compared(over_training(key, f"Spectral norms: {what}", unit, key, caption, telemetry=True))
+        for key, (what, unit, caption) in SPECTRAL_NORMS.items()
     ),
     block_norms,
 )

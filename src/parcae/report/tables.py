@@ -92,13 +92,16 @@ def runs_table(runs: Sequence[Run]) -> str:
         tables = "".join(table(["", ""], rows, caption) for caption, rows in groups.items())
         return side_by_side(tables + _validation(runs[0]))
     (status, *cost), result = groups.values()
-    columns = [status, *result, *cost, ["Model", *(describe_model(run) for run in runs)]]
+    cost.append(["Model", *(describe_model(run) for run in runs)])
     if any(run.start for run in runs):
-        columns.append(["Starts from", *(run.start or NONE for run in runs)])
-    rows = zip([run.name for run in runs], *(cells[1:] for cells in columns), strict=True)
-    head = ["Run", *(cells[0] for cells in columns)]
+        cost.append(["Starts from", *(run.start or NONE for run in runs)])
     keys = [line_key(index) for index in range(len(runs))]
-    return table(head, rows, kind="runs", keys=keys) + _validations(runs, keys)
+    tables = ""
+    for caption, columns in (("Result", [status, *result]), ("Training", cost)):
+        rows = zip([run.name for run in runs], *(cells[1:] for cells in columns), strict=True)
+        head = ["Run", *(cells[0] for cells in columns)]
+        tables += table(head, rows, caption, kind="runs", keys=keys)
+    return tables + _validations(runs, keys)
 
 
 def describe_model(run: Run) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def draw_trace(trace: LoopTrace, labels: Sequence[str], title: str, path: str | 
     gain = loss - loss[0]
     far = max(float(abs(gain).max()), 1e-3)
     with plotting.figure(3, 1, width=width, height=height) as (canvas, (above, middle, below)):
-        canvas.suptitle(f"{_drawable(title)}\n{trace.conclusion}", x=0.012, ha="left", fontsize=11)
+        lines = [_drawable(title), *textwrap.wrap(trace.conclusion, int(12 * width))]
+        canvas.suptitle("\n".join(lines), x=0.012, ha="left", fontsize=10)
         _panel(canvas, above, gain, "RdBu_r", Normalize(-far, far), "{:+.2f}")
         _title(above, "Change of the loss since the first loop, in nats", "mean")
         _mark_settled(above, trace)
