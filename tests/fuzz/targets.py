@@ -48,6 +48,8 @@ from parcae.hub.export import export
 from parcae.laws.table import read_table, write_table
 from parcae.model import release_format
 from parcae.recipe import build, merge, parse_flags, read_toml, write_toml
+from parcae.report import page as report_page
+from parcae.report.figures import LOOP, TRAINING
 from parcae.report.runs import read_run
 from parcae.runs import (
     best_checkpoint,
@@ -291,6 +293,16 @@ def read_results(folder: Path) -> None:
     last_step(folder)
     read_metrics(folder)
     read_run(folder)
+
+
+def read_report(folder: Path) -> None:
+    """All of a report but the rendering of its figures."""
+    runs = [read_run(folder)]
+    with mock.patch("parcae.report.figures.finish"):
+        for draw in (*TRAINING, *LOOP):
+            draw(runs, "step")
+    report_page.page(runs, [], [], [], folder, "step").encode(errors="backslashreplace")
+    parcae.compare(folder).format("csv")
 
 
 def read_tokenizer(folder: Path) -> None:
@@ -635,6 +647,8 @@ TARGETS = (
     Target("run", write_run, read_results,
            {"result.json": change.json_file, "metrics.jsonl": change.json_lines,
             "recipe.toml": change.toml_file}, 2),
+    Target("report", write_run, read_report,
+           {"result.json": change.json_file, "metrics.jsonl": change.json_lines}, 0.1),
     Target("tasks", write_tasks, read_tasks,
            {**{f"{name}.jsonl": change.json_lines for name in TASK_ROWS},
             "wiki.raw.gz": TEXT_GZ}, 3),
