@@ -55,7 +55,7 @@ INJECTION_CLASSES: dict[str, type[Injection]] = {
     "concatenation": ConcatenationInjection,
     "addition": AdditionInjection,
 }
-ATTENTION = ("eager", "sdpa", "flex_attention")
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 KNOWN_ARGUMENTS = {
     *TransformersKwargs.__annotations__,
     *("cache_position", "return_dict", "shift_labels", "token_type_ids"),
