@@ -37,7 +37,13 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from parcae.config import MAX_VOCABULARY, ConfigError, require
 from parcae.data import TOKENIZER_FILE
 from parcae.data.readers import Document
-from parcae.data.tokenizer_growth import check_growth, check_texts
+from parcae.data.tokenizer_growth import (
+    LENGTHENED,
+    check_growth,
+    check_length,
+    check_texts,
+    usual_length,
+)
 from parcae.files import FileError, atomic_path, read_json, read_text, reading
 from parcae.schema import shorten
 
@@ -243,8 +249,8 @@ class Tokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The ids of a text, without BOS."""
         encoder = self._special if allow_special else self._plain
-        encodings = self._encode_batch(encoder, list(self._pieces(text)))
-        return [number for encoding in encodings for number in encoding.ids]
+        parts = self._encode_batch(encoder, list(self._pieces(text)))
+        return [number for ids in parts for number in ids]
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         """BOS and the ids of each text, encoded on all cores."""
@@ -254,16 +260,24 @@ class Tokenizer:
             (number, piece) for number, text in enumerate(texts) for piece in self._pieces(text)
         )
         for batch in _batches(pieces, lambda numbered: len(numbered[1])):
-            encodings = self._encode_batch(self._plain, [piece for _, piece in batch])
-            for (number, _), encoding in zip(batch, encodings, strict=True):
-                parts[number].append(np.array(encoding.ids, bos.dtype))
+            encoded = self._encode_batch(self._plain, [piece for _, piece in batch])
+            for (number, _), ids in zip(batch, encoded, strict=True):
+                parts[number].append(np.array(ids, bos.dtype))
         return [np.concatenate(part) for part in parts]
 
-    def _encode_batch(self, encoder: tokenizers.Tokenizer, pieces: list[str]) -> list[Any]:
+    def _encode_batch(
+        self, encoder: tokenizers.Tokenizer, pieces: list[str]
+    ) -> Iterator[list[int]]:
+        """The ids of each piece; of so few at a time that memory is bounded."""
         try:
             with _no_panic():
                 check_texts(encoder, self._growth, pieces)
-                return encoder.encode_batch_fast(pieces, add_special_tokens=False)
+                left = usual_length(sum(map(len, pieces)))
+                for some in _batches(pieces, len, min(BATCH_CHARACTERS, LENGTHENED / self._growth)):
+                    for encoding in encoder.encode_batch_fast(some, add_special_tokens=False):
+                        left -= len(encoding.ids)
+                        check_length(left)
+                        yield encoding.ids
         except Exception as error:  # a pattern in the file that never ends on some texts
             words = encoder.get_vocab(with_added_tokens=True)
             unknown = next((w for piece in pieces for w in piece.split() if w not in words), None)
@@ -412,8 +426,10 @@ def _characters(batch: list[Document]) -> int:
     return sum(len(document.text) + ITEM_CHARACTERS for document in batch)
 
 
-def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Lists of about `BATCH_CHARACTERS` characters: an encoding takes a hundred times the memory
+def _batches(
+    items: Iterable[T], length: Callable[[T], int], most: float = BATCH_CHARACTERS
+) -> Iterator[list[T]]:
+    """Lists of about `most` characters: an encoding takes a hundred times the memory
     of its ids, so few may exist at once."""
     batch: list[T] = []
     characters = 0
@@ -421,7 +437,7 @@ def _batches(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]
         batch.append(item)
         characters += length(item) + ITEM_CHARACTERS
         del item
-        if characters >= BATCH_CHARACTERS:
+        if characters >= most:
             yield batch
             batch, characters = [], 0
     if batch:

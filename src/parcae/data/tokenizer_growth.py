@@ -24,7 +24,7 @@ UNICODE = 18
 """Characters of the compatible form of U+FDFA; no other character has more."""
 UNICODE_STEPS = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents")
 LENGTHENED = 4 << 20
-"""Characters that need no closer look: they take at most 640 MB to encode."""
+"""Characters that may be encoded at once: they take at most 640 MB."""
 USUAL_GROWTH = 16.0
 """Of whole texts; of a syllable of Hangul, three letters of three bytes, it is 9."""
 
@@ -55,22 +55,31 @@ def check_growth(tokenizer: tokenizers.Tokenizer) -> float:
 
 
 def check_texts(tokenizer: tokenizers.Tokenizer, growth: float, texts: Sequence[str]) -> None:
-    """Raise ValueError if texts, which `growth` bounds, become more than `USUAL_GROWTH` longer.
+    """Raise ValueError if a text, which `growth` bounds, becomes more than `USUAL_GROWTH` longer.
 
     Where the bound does not exclude it, it is measured on short parts, one after the other.
     """
-    if growth * sum(map(len, texts)) <= LENGTHENED:
-        return
-    size, measured = max(1, int(LENGTHENED / growth)), 0
-    most = LENGTHENED + USUAL_GROWTH * sum(map(len, texts))
-    for part in (text[i : i + size] for text in texts for i in range(0, len(text), size)):
-        if tokenizer.normalizer is not None:
-            part = tokenizer.normalizer.normalize_str(part)
-        if tokenizer.pre_tokenizer is not None:
-            part = "".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(part))
-        measured += len(part)
-        if measured > most:
-            raise ValueError(f"it makes the text more than {USUAL_GROWTH:.0f} times longer")
+    size = max(1, int(LENGTHENED / growth))
+    for text in (text for text in texts if len(text) > size):
+        left = usual_length(len(text))
+        for start in range(0, len(text), size):
+            part = text[start : start + size]
+            if tokenizer.normalizer is not None:
+                part = tokenizer.normalizer.normalize_str(part)
+            if tokenizer.pre_tokenizer is not None:
+                part = "".join(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(part))
+            left -= len(part)
+            check_length(left)
+
+
+def usual_length(characters: int) -> float:
+    """Characters, or tokens, that texts of this length may become."""
+    return LENGTHENED + USUAL_GROWTH * characters
+
+
+def check_length(left: float) -> None:
+    if left < 0:
+        raise ValueError(f"it makes the text more than {USUAL_GROWTH:.0f} times longer")
 
 
 def chain_growth(steps: Sequence[dict[str, Any]]) -> float:
