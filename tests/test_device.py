@@ -64,6 +64,15 @@ def test_products_of_bfloat16_need_instructions_that_may_be_used(
     assert multiplies_bfloat16() == expected
 
 
+def test_new_models_are_created_on_a_device_that_exists(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert parcae.create("parcae-1m", width=32, vocab_size=300, device="auto").device.type == "cpu"
+    for name in ("cuda", "mps"):
+        with pytest.raises(ConfigError, match=rf"^device: no {name} device .* Use auto or cpu\."):
+            parcae.create("parcae-1m", device=name)
+
+
 def test_models_are_opened_on_a_device(tmp_path):
     parcae.save(parcae.create("parcae-1m", width=32, vocab_size=300), tmp_path)
     assert parcae.load(tmp_path, device="auto").device == find_device("auto")

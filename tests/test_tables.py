@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt  # which rich depends on
 
 import parcae
-from parcae.tables import escape_markdown, format_table, markdown_table
+from parcae.tables import (
+    escape_markdown,
+    format_table,
+    html_curve,
+    html_table,
+    markdown_table,
+)
 
 ROWS = [
     {"run": "a|b <script>", "loss": 3.53213, "loss_error": 0.0042, "core": 0.1, "parameters": 1234},
@@ -118,3 +124,12 @@ def test_latex_compiles(tmp_path):
         check=True,
         capture_output=True,
     )
+
+
+def test_tables_and_curves_of_notebooks():
+    shown = html_table([{"run": "<b>", "loss": 1.23456, "loss_error": 0.01}, {"run": "b"}])
+    head = "<table><thead><tr><th>run</th><th>loss</th></tr></thead>"
+    assert shown.startswith(f"{head}<tbody><tr><td>&lt;b&gt;</td><td>1.235 ± 0.010</td></tr>")
+    curve = html_curve([3.0, math.nan, 1.0], width=100, height=10)
+    assert 'points="0.0,0.0 100.0,10.0"' in curve
+    assert html_curve([1.0]) == ""

@@ -7,9 +7,11 @@ parcae.format_table(rows, "latex", best={"loss": "lowest"})
 from __future__ import annotations
 
 import csv
+import html
 import io
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -83,6 +85,41 @@ def text_cells(
         for key in shown
     ]
     return heads, [list(row) for row in zip(*columns, strict=True)]
+
+
+def html_table(rows: Iterable[Row]) -> str:
+    """Rows as a table for a notebook."""
+
+    def line(tag: str, texts: Iterable[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(text)}</{tag}>' for text in texts)}</tr>"
+
+    heads, cells = text_cells(rows)
+    body = "".join(line("td", row) for row in cells)
+    return f"<table><thead>{line('th', heads)}</thead><tbody>{body}</tbody></table>"
+
+
+class ShownAsTable(ABC):
+    """Its `table()` is what a notebook shows."""
+
+    @abstractmethod
+    def table(self) -> list[dict[str, Any]]: ...
+
+    def _repr_html_(self) -> str:
+        return html_table(self.table())
+
+
+def html_curve(values: Sequence[float], width: int = 360, height: int = 80) -> str:
+    """Numbers as a curve for a notebook, in the colour of its text; not finite ones are omitted."""
+    points = [(index, value) for index, value in enumerate(values) if math.isfinite(value)]
+    if len(points) < 2:
+        return ""
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    last, span = max(len(values) - 1, 1), (high - low) or 1.0
+    path = " ".join(f"{width * i / last:.1f},{height * (high - v) / span:.1f}" for i, v in points)
+    return (
+        f'<svg viewBox="-2 -2 {width + 4} {height + 4}" width="{width}" height="{height}">'
+        f'<polyline points="{path}" fill="none" stroke="currentColor"/></svg>'
+    )
 
 
 def _shown(rows: Sequence[Row], titles: Mapping[str, str] | None) -> tuple[list[str], list[str]]:

@@ -166,6 +166,7 @@ def test_own_questions_are_scored_at_all_depths(checkpoint, small_model, small_t
     path = own_tasks(tmp_path)
     result = evaluate(checkpoint, tasks=path, loops=(1, 4), out=tmp_path / "out")
     assert list(result.suites) == ["own"]
+    assert "<th>T=1</th><th>T=4</th>" in result._repr_html_()
 
     def nats(question, choice, loops):
         context = [small_tokenizer.bos, *small_tokenizer.encode(question)]

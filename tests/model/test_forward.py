@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -274,3 +275,27 @@ def test_loss_keeps_its_precision_under_autocast(model):
     oracle = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TOKENS.flatten())
     assert logits.dtype == loss.dtype == torch.float32
     assert abs(loss - oracle) < 0.02  # the logits come from products in bfloat16
+
+
+@pytest.mark.parametrize("kind", ["parcae", "rdm"])
+def test_a_model_in_float64_computes_in_float64(kind):
+    """Differences of the loss over 2e-6 show its slope, which rounding to float32 would hide."""
+    model = randomised(KINDS[kind])
+    exact = copy.deepcopy(model).double()
+    tokens = torch.randint(90, (2, 12), generator=torch.Generator().manual_seed(0))
+    seen, expected = model(tokens, state="zero").logits, exact(tokens, state="zero").logits
+    assert (seen.dtype, expected.dtype) == (torch.float32, torch.float64)
+    torch.testing.assert_close(seen.double(), expected, rtol=1e-3, atol=1e-4)
+    exact(tokens, tokens, loops=2, state="zero").loss.backward()
+    names = [name for name, p in exact.named_parameters() if p.grad is not None]
+    for name in [n for n in names if n.endswith(("log_A", "norm.weight", "embed.weight", "W"))]:
+        parameter = exact.get_parameter(name)
+        slope = parameter.grad.sum().item()
+        with torch.no_grad():
+            losses = []
+            for sign in (1, -2):
+                parameter += sign * 1e-6
+                losses.append(exact(tokens, tokens, loops=2, state="zero").loss.item())
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-4, abs=1e-7), name
+        with torch.no_grad():
+            parameter += 1e-6

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 
 from conftest import KINDS, randomised, tiny
 from parcae.cli import main
-from parcae.commands.depth import shown_depths
 from parcae.config import ConfigError, LoopConfig
 from parcae.data.tokenizer import Tokenizer
-from parcae.evaluation.loop_trace import LoopTrace, trace_loops
+from parcae.evaluation.loop_trace import LoopTrace, shown_depths, trace_loops
 from parcae.infer.sampling import NonFiniteLogits
 from parcae.model.store import save
 from parcae.runs.checkpoints import write_state
@@ -47,6 +46,7 @@ def test_each_row_is_a_forward_at_that_depth(kind):
     trace = trace_loops(model, TOKENS, loops=6)
     row = torch.tensor([TOKENS])
     assert trace.targets.tolist() == TOKENS[1:]
+    assert f"<td>{trace.loss[3, 0].item():.4g}</td>" in trace._repr_html_()
     assert trace.loss.shape == trace.change.shape == trace.predicted.shape == (6, 6)
     before = torch.zeros(())
     for loops in range(1, 7):

@@ -385,13 +385,25 @@ def test_loops_can_be_computed_again(text, tmp_path, one_thread):
 
 
 def test_the_display_takes_what_comes(capsys):
-    display = Display(shown=True)
+    display = Display(is_first=True)
     numbers = {"loss": float("nan"), "gradient_norm": float("inf"), "mean_depth": 1.0}
     display.update(1, 0.0, 0.0, {**numbers, "tokens_per_second": 10.0, "peak_fraction": None})
     display.print("into runs/[bold]x[/italic] :smile:")
     said = capsys.readouterr().out
     assert "loss nan  |g| inf" in said
     assert "into runs/[bold]x[/italic] :smile:" in said
+
+
+def test_a_quiet_run_prints_nothing_and_logs_all(text, tmp_path, capfd, caplog):
+    caplog.set_level("INFO", logger="parcae")
+    result = train(runs.recipe(text, budget={"steps": 1}), tmp_path / "run", verbose=False)
+    assert capfd.readouterr() == ("", "")
+    assert {record.name for record in caplog.records} == {"parcae.training"}
+    assert "step 1  100%" in caplog.text
+    assert "Finished in" in caplog.text
+    shown = result._repr_html_()
+    assert "finished, 1 steps" in shown
+    assert f"<td>{result.losses[1]:.4g}</td>" in shown
 
 
 @pytest.mark.slow

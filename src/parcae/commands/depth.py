@@ -145,13 +145,9 @@ def _name(folder: Path) -> str:
     return folder.absolute().name if run is None else f"{run.absolute().name}/{folder.name}"
 
 
-def shown_depths(loops: int) -> list[int]:
-    """1, 2, 4, .. and the last."""
-    return sorted({2**k for k in range(loops.bit_length()) if 2**k <= loops} | {loops})
-
-
 def _print_table(trace: LoopTrace, names: list[str]) -> None:
     from parcae import console
+    from parcae.evaluation.loop_trace import shown_depths
 
     depths = shown_depths(trace.loops)
     settled = trace.settled.tolist()

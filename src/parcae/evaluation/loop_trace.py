@@ -9,6 +9,7 @@ one position, and what it predicts for the next token.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,12 @@ from parcae.infer.sampling import check_logits
 from parcae.model.base import IGNORED_TARGET, LanguageModel
 from parcae.model.looped import LoopedModel
 from parcae.schema import require_range
+from parcae.tables import html_table
+
+
+def shown_depths(loops: int) -> list[int]:
+    """1, 2, 4, .. and the last."""
+    return sorted({2**k for k in range(loops.bit_length()) if 2**k <= loops} | {loops})
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +48,16 @@ class LoopTrace:
     @property
     def loops(self) -> int:
         return len(self.loss)
+
+    def _repr_html_(self) -> str:
+        """The conclusion, and for each predicted token its loss by loops."""
+        columns = {f"T={t}": self.loss[t - 1].tolist() for t in shown_depths(self.loops)}
+        columns |= {"settled": self.settled.tolist(), "prediction": self.predicted[-1].tolist()}
+        rows = [
+            {"token": token, **{name: values[index] for name, values in columns.items()}}
+            for index, token in enumerate(self.targets.tolist())
+        ]
+        return f"<p>{html.escape(self.conclusion)}</p>{html_table(rows)}"
 
     @property
     def settled(self) -> Tensor:

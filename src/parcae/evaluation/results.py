@@ -34,6 +34,7 @@ from parcae.files import (
     write_sealed,
     writing,
 )
+from parcae.tables import html_table
 
 RESULT = "result.json"
 SAMPLES = "samples.jsonl"
@@ -72,6 +73,14 @@ class EvaluationResult:
         """One row for each suite, task, number of loops and metric; `task` is None for a metric of
         the whole suite, `value` is None where the model diverged."""
         return [row for name, suite in self.suites.items() for row in _rows(name, suite)]
+
+    def _repr_html_(self) -> str:
+        """A row for each metric, a column for each number of loops."""
+        wide: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for row in self.table():
+            names = {name: row[name] for name in ("suite", "task", "metric")}
+            wide.setdefault(tuple(names.values()), names)[f"T={row['loops']}"] = row["value"]
+        return html_table(wide.values())
 
     def to_json(self) -> dict[str, Any]:
         """The content of result.json."""

@@ -37,6 +37,7 @@ from parcae.laws.model_runs import CostModel, ModelRuns, runs_of_model
 from parcae.laws.optimise import Search, StartCounts, fit_law
 from parcae.laws.table import FitError, GapShare, Table, as_table, gap_shares, is_transformer
 from parcae.schema import require_range
+from parcae.tables import ShownAsTable
 
 Progress = Callable[[str], None]
 """Called with a description when a step begins."""
@@ -122,7 +123,7 @@ class ModelFit(ModelLaws):
 
 
 @dataclass(frozen=True)
-class FitResult:
+class FitResult(ShownAsTable):
     """All laws fitted to a table of runs."""
 
     data: Table

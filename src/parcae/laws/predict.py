@@ -24,6 +24,7 @@ from parcae.laws.isoflop import flops_for, frontier, optimum, training_part
 from parcae.laws.model_runs import MAX_SEARCHED_LOOPS
 from parcae.recipe import suggest
 from parcae.schema import require_range
+from parcae.tables import ShownAsTable
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Prediction(ShownAsTable):
     """The answers of `predict`; None for what was not asked."""
 
     model: str

@@ -54,10 +54,13 @@ def create(
 ) -> LanguageModel:
     """A new model by preset name or configuration; the same seed gives the same weights.
 
+    `device`: auto, cpu, cuda, cuda:N or mps; one that is not available is a ConfigError.
+
     Keyword arguments change keys of a preset: `create("parcae-10m", context_length=256)`.
     """
     import torch
 
+    from parcae.device import find_device
     from parcae.model.init_weights import init_weights
     from parcae.presets import preset
     from parcae.recipe import build as build_config
@@ -67,6 +70,7 @@ def create(
         config = preset(model, overrides)
     else:
         config = build_config(type(model), merge(to_dict(model), overrides))
-    created = build(config).to_empty(device=device)
-    init_weights(created, config, torch.Generator(device).manual_seed(seed))
+    place = find_device(device)
+    created = build(config).to_empty(device=place)
+    init_weights(created, config, torch.Generator(place).manual_seed(seed))
     return created

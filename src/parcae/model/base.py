@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, rope_table
 from parcae.model.depth import Depths, as_depths, sample
-from parcae.model.precision import autocast_dtype, chunked_cross_entropy, matrix
+from parcae.model.precision import autocast_dtype, chunked_cross_entropy, matrix, wide
 
 IGNORED_TARGET = -100
 
@@ -128,12 +128,13 @@ class LanguageModel(nn.Module, ABC):
         return [tables[k](tokens).to(dtype) if k in tables else None for k in keys]
 
     def rope(self, length: int, head_dim: int) -> Rope:
-        dtype = autocast_dtype(self.device) or torch.float32
+        dtype = autocast_dtype(self.device) or wide(self.embed.weight.dtype)
         return rope_table(length, head_dim, self.config.rope_theta, self.device, dtype)
 
     def logits(self, x: Tensor) -> Tensor:
         """Logits from the normalised output of the last layer."""
-        return F.linear(x, self.unembedding).float()
+        logits = F.linear(x, self.unembedding)
+        return logits.to(wide(logits.dtype))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy, computed in chunks, so that all logits are never in memory at once.
@@ -149,8 +150,8 @@ class LanguageModel(nn.Module, ABC):
         chunk = loss_chunk(self.config.vocab_size)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
         return F.linear_cross_entropy(
-            x.float(),
-            self.unembedding.float(),
+            x.to(wide(x.dtype)),
+            self.unembedding.to(wide(x.dtype)),
             targets,
             ignore_index=IGNORED_TARGET,
             options=options,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parcae.config import BlockShape, ModelConfig
 from parcae.model.attention import attention
-from parcae.model.precision import Matrix, autocast_dtype, linear, matrix
+from parcae.model.precision import Matrix, autocast_dtype, linear, matrix, wide
 
 GATE_CHANNELS = 32
 """A value embedding's gate reads this many channels of the block's input."""
@@ -35,8 +35,9 @@ def rope_table(
     device: torch.device,
     dtype: torch.dtype = torch.float32,
 ) -> Rope:
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
-    angles = torch.outer(torch.arange(length, device=device).float(), frequencies)[:, None]
+    exact = wide(dtype)
+    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=device).to(exact) / head_dim)
+    angles = torch.outer(torch.arange(length, device=device).to(exact), frequencies)[:, None]
     return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
 
 

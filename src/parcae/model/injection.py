@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parcae.config import ConfigError, ModelConfig
+from parcae.model.precision import wide
 from parcae.registry import INJECTIONS
 
 Stability = Literal["stable", "marginally stable", "unstable", "not guaranteed"]
@@ -170,13 +171,13 @@ def decay_rate(log_A: Tensor, dt_bias: Tensor) -> Tensor:
 
     Multiplied directly, a step that underflows to 0 times an exp(log_A) that overflows is NaN.
     """
-    log_rate = log_A.float() + log_softplus(dt_bias.float())
+    log_rate = log_A.to(wide(log_A.dtype)) + log_softplus(dt_bias.to(wide(dt_bias.dtype)))
     return log_rate.clamp(max=_MAX_LOG_RATE).exp()
 
 
 def zoh_euler(log_A: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The paper's choice: A_bar = exp(step A), B_bar = step B. Returns (A_bar, gain of B)."""
-    return (-decay_rate(log_A, dt_bias)).exp(), F.softplus(dt_bias.float())
+    return (-decay_rate(log_A, dt_bias)).exp(), F.softplus(dt_bias.to(wide(dt_bias.dtype)))
 
 
 def zoh(log_A: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,7 +186,7 @@ def zoh(log_A: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     small = rate < 1e-4  # (1 - e^-r) / r by its series, where the quotient would lose digits
     safe = rate.masked_fill(small, 1.0)
     shrink = torch.where(small, 1 - rate / 2, -torch.expm1(-safe) / safe)
-    return (-rate).exp(), F.softplus(dt_bias.float()) * shrink
+    return (-rate).exp(), F.softplus(dt_bias.to(wide(dt_bias.dtype))) * shrink
 
 
 DISCRETISATIONS = {"zoh-euler": zoh_euler, "zoh": zoh}

@@ -15,6 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, losses, decays and angles: float32, or float64 in a model in float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype of products under autocast; None without it."""
     kind = device.type

@@ -25,7 +25,7 @@ from parcae.files import FileError
 from parcae.report.runs import Run, distinct_names, note_on_validation, read_run
 from parcae.report.seeds import NOTE, over_seeds
 from parcae.runs.layout import EVALUATION_FOLDER, RECIPE_FILE, find_run, list_steps, step_of
-from parcae.tables import Best, Format, format_table
+from parcae.tables import Best, Format, ShownAsTable, format_table
 
 Loops = int | Sequence[int] | Literal["each"] | None
 
@@ -96,7 +96,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(ShownAsTable):
     rows: list[dict[str, Any]]
     pairs: list[tuple[str, PairedComparison]]
     """The first evaluated run (A) and each other one (B) item by item, with the name of B."""

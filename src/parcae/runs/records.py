@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from parcae.recipe import flatten, read_toml
 from parcae.registry import IMPORT_OPTION, import_options
 from parcae.runs.layout import METRICS_FILE, RECIPE_FILE, RESULT_FILE, run_of
 from parcae.schema import shorten, type_hints, without_none
+from parcae.tables import html_curve, html_table
 
 Line = dict[str, Any]
 RunStatus = Literal["new", "started", "interrupted", "diverged", "finished"]
@@ -77,6 +80,17 @@ class TrainResult:
         Nested values become columns such as `lr.muon`.
         """
         return [flatten(line) for line in read_metrics(self.folder).get(kind, [])]
+
+    def _repr_html_(self) -> str:
+        """How the run ended, its training loss as a curve, and what was validated by loops."""
+        title = html.escape(f"{self.folder}: {self.status}, {self.steps:,} steps")
+        try:
+            losses = [line.get("loss") for line in self.table()]
+        except FileError:  # the folder has gone
+            losses = []
+        curve = html_curve([math.nan if loss is None else float(loss) for loss in losses])
+        rows = [{"loops": loops, **values} for loops, values in self.validation.items()]
+        return f"<p>{title}</p>{curve}{html_table(rows)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of result.json."""

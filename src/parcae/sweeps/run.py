@@ -33,6 +33,7 @@ from parcae.sweeps.progress import (
 )
 from parcae.sweeps.slurm import SlurmConfig, check_slurm, job_states, submit
 from parcae.sweeps.worker import RunRequest
+from parcae.tables import ShownAsTable
 from parcae.training.settings import KINDS_OF_BUDGET, with_flags
 
 
@@ -63,7 +64,7 @@ class SweepRun:
 
 
 @dataclass(frozen=True)
-class SweepResult:
+class SweepResult(ShownAsTable):
     """The runs of a sweep and its table so far."""
 
     folder: Path

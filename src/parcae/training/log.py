@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import secrets
 import time
 import warnings
@@ -33,6 +34,8 @@ from parcae.files import (
 )
 from parcae.recipe import flatten
 from parcae.runs.layout import METRICS_FILE, TENSORBOARD_FOLDER, TRACKING_ID_FILE
+
+logger = logging.getLogger("parcae.training")
 
 
 class Tracker(Protocol):
@@ -185,15 +188,22 @@ class TimeLeft(ProgressColumn):
 
 
 class Display(console.LiveProgress):
-    """A progress bar on a terminal, a line every 10 s elsewhere; shown by the first process."""
+    """A progress bar on a terminal, a line every 10 s elsewhere; shown by the first process.
 
-    def __init__(self, shown: bool) -> None:
+    Every line also goes to the logger `parcae.training`.
+    """
+
+    def __init__(self, is_first: bool, verbose: bool = True) -> None:
+        shown = is_first and verbose
         super().__init__(TimeLeft(), TextColumn("[bold]{task.fields[numbers]}"), shown=shown)
+        self._is_first = is_first
         self._printed = -console.SECONDS_BETWEEN_LINES
         self._task = self._progress.add_task("training", total=1.0, numbers="")
 
     def print(self, message: str) -> None:
         """Print a line; a terminal that was closed must not end the run before it is saved."""
+        if self._is_first:
+            logger.info(message)
         try:
             super().print(message)
         except OSError:
@@ -207,7 +217,7 @@ class Display(console.LiveProgress):
         self, step: int, progress: float, seconds: float, numbers: Mapping[str, Any]
     ) -> None:
         """Show the numbers of a step; `progress` from 0 to 1 is the share of the run done."""
-        if not self.shown:
+        if not self._is_first:
             return
         left = seconds * (1 - progress) / progress if progress > 0 else None
         loss = numbers["loss"]
@@ -221,9 +231,9 @@ class Display(console.LiveProgress):
             self._progress.update(
                 self._task, description=f"step {step}", completed=progress, numbers=text, left=left
             )
-            return
         now = time.monotonic()
         if now > self._printed + console.SECONDS_BETWEEN_LINES or progress >= 1:
             self._printed = now
             eta = "" if left is None else f"  {console.format_duration(round(left))} left"
-            self.print(f"step {step}  {progress:4.0%}{eta}  {text}")
+            line = f"step {step}  {progress:4.0%}{eta}  {text}"
+            logger.info(line) if self._live else self.print(line)

@@ -72,6 +72,7 @@ def train(
     resume: bool = False,
     start_from: str | Path | None = None,
     follow_links: bool = False,
+    verbose: bool = True,
     **overrides: Any,
 ) -> TrainResult:
     """Train a model into the run folder `out`, and return the result.
@@ -81,8 +82,9 @@ def train(
     checkpoint; `recipe` may then be the run folder itself. `start_from`, anything that
     `parcae.load` takes, gives a new run its weights, model and tokenizer; optimiser, schedule and
     data are new. A run folder with symbolic links that lead out of it, such as one whose `data` was
-    moved to another disk, is written to only with `follow_links`. Keyword arguments are tables over
-    the recipe: `train("demo", out="runs/a", budget={"steps": 100})`. `out` is
+    moved to another disk, is written to only with `follow_links`. `verbose=False` prints nothing;
+    every message also goes to the logger `parcae.training`. Keyword arguments are tables over the
+    recipe: `train("demo", out="runs/a", budget={"steps": 100})`. `out` is
     runs/<name of the recipe> by default.
     """
     if start_from is not None:
@@ -101,7 +103,7 @@ def train(
         recipe = resolve_recipe(recipe, overrides)
     from parcae.training.trainer import train_recipe  # the recipe's errors do not wait for torch
 
-    return train_recipe(recipe, Path(out), resume, follow_links)
+    return train_recipe(recipe, Path(out), resume, follow_links, verbose)
 
 
 def was_restarted(run: Path) -> bool:

@@ -46,7 +46,11 @@ STOPPING = (
 
 
 def train_recipe(
-    recipe: Recipe, out: Path, resume: bool = False, follow_links: bool = False
+    recipe: Recipe,
+    out: Path,
+    resume: bool = False,
+    follow_links: bool = False,
+    verbose: bool = True,
 ) -> TrainResult:
     """Train into the run folder `out`, and return the result, which is also in result.json.
 
@@ -60,7 +64,7 @@ def train_recipe(
         if not resume and workers.any(was_restarted(out)):
             recipe, resume = with_absolute_paths(read_recipe(out)), True
         stack.enter_context(deterministic(recipe.run.deterministic, workers.device))
-        display = Display(workers.is_first)
+        display = Display(workers.is_first, verbose)
         recipe = _with_precision(recipe, out, resume, workers, display)
         recipe = _with_micro_batch(recipe, out, resume, workers, display)
         failure = None
