@@ -37,6 +37,13 @@ def test_the_demo_installs_no_development_dependencies(tmp_path):
     assert "[dev]" in dry_run("test", f"VENV={tmp_path / 'venv'}")
 
 
+def test_pytorch_is_the_oldest_supported_or_the_one_that_is_asked_for(tmp_path):
+    """The newest would be a large download where a build without CUDA of the oldest is at hand."""
+    environment = f"VENV={tmp_path / 'venv'}"
+    assert "'torch==2.13.0' --editable '.[serve]'" in dry_run("test", environment)
+    assert "'torch==2.15.0' --editable" in dry_run("demo", environment, "TORCH=torch==2.15.0")
+
+
 def test_clean_removes_every_cache_that_git_ignores():
     ignored = (ROOT / ".gitignore").read_text().split()
     caches = [line.rstrip("/") for line in ignored if line.startswith(".") and line.endswith("/")]
