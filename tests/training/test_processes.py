@@ -165,6 +165,17 @@ def test_two_processes_train_what_one_does(kind, alone, tmp_path):
     ]
 
 
+def test_two_processes_train_in_bfloat16_what_one_does_up_to_rounding(alone, tmp_path):
+    mixed = {"run": {"precision": "bfloat16"}, "budget": {"steps": 4}}
+    recipe = runs.changed(alone[0], **mixed)
+    train(recipe, tmp_path / "one")
+    for kind in ("ddp", "fsdp"):
+        together(2, go, with_parallel(recipe, kind), tmp_path / kind)
+        ours, theirs = runs.curve(tmp_path / kind), runs.curve(tmp_path / "one")
+        for mine, yours in zip(ours, theirs, strict=True):
+            assert mine == pytest.approx(yours, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("kind", "before", "after"), [("fsdp", 2, 0), ("fsdp", 0, 2), ("ddp", 2, 0)]
 )

@@ -30,9 +30,10 @@ def loss_chunk(vocab_size: int) -> int:
     return min(512, max(64, (1 << 22) // vocab_size))
 
 
-def mixed_loss_chunk(kind: str) -> int:
-    """As `loss_chunk`, under autocast: accelerators are faster with larger products."""
-    return 512 if kind == "cpu" else 8192
+def mixed_loss_chunk(vocab_size: int, kind: str) -> int:
+    """As `loss_chunk`, under autocast: accelerators are faster with larger products, and each chunk
+    adds to the gradient of the head."""
+    return max(256, loss_chunk(vocab_size)) if kind == "cpu" else 8192
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class LanguageModel(nn.Module, ABC):
         """
         x, targets = x.flatten(0, 1), targets.flatten().long()
         if (dtype := autocast_dtype(x.device)) is not None:
-            chunk = mixed_loss_chunk(x.device.type)
+            chunk = mixed_loss_chunk(self.config.vocab_size, x.device.type)
             weight = matrix(self.unembedding, dtype)
             return chunked_cross_entropy(x.to(dtype), weight, targets, IGNORED_TARGET, chunk)
         chunk = loss_chunk(self.config.vocab_size)

@@ -164,7 +164,9 @@ def _rough_bytes(recipe: Recipe, dtype: torch.dtype, rows: int, kind: str = "cpu
     channels = max(block.width + block.mlp_width for block in (config.block, shape))
     tokens = rows * config.context_length
     mixed = dtype != torch.float32
-    chunk = 2 * mixed_loss_chunk(kind) if mixed else loss_chunk(config.vocab_size)
+    chunk = (
+        2 * mixed_loss_chunk(config.vocab_size, kind) if mixed else loss_chunk(config.vocab_size)
+    )
     logits = 2 * min(chunk, 2 * tokens) * config.vocab_size
     weights = 8 * parameter_count(config)  # with gradient, optimiser and its step
     activations = ROUGH_FLOATS * tokens * uses * channels
@@ -199,7 +201,9 @@ def _activations(recipe: Recipe, dtype: torch.dtype, rows: int, kind: str = "cpu
                 warnings.simplefilter("ignore")  # about CPU kernels; the estimate is for any device
                 output = model(tokens, tokens, **state)
             # One operator allocates logits and their gradient, or is traced with a CPU's chunk.
-            chunk = mixed_loss_chunk(kind) if mixed else loss_chunk(config.vocab_size)
+            chunk = loss_chunk(config.vocab_size)
+            if mixed:
+                chunk = mixed_loss_chunk(config.vocab_size, kind)
             size = MIXED_LOSS_BYTES if mixed else 2 * FLOAT32_BYTES
             live.add_workspace(min(chunk, tokens.numel()) * config.vocab_size * size)
             output.loss.backward()
