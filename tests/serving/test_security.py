@@ -197,3 +197,7 @@ def test_a_slow_body_is_given_up(monkeypatch):
             connection.sendall((head + "Content-Type: application/json\r\n\r\n{").encode())
             connection.settimeout(30)
             assert b" 408 " in connection.recv(4096).split(b"\r\n")[0]
+
+
+def test_rows_are_shared_among_as_many_keys_as_there_are(guarded):
+    assert [model.scheduler.keys for model in guarded.app.state.models.values()] == [2]

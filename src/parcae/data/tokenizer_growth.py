@@ -24,7 +24,7 @@ UNICODE = 18
 """Characters of the compatible form of U+FDFA; no other character has more."""
 UNICODE_STEPS = ("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "StripAccents")
 LENGTHENED = 4 << 20
-"""Characters that may be encoded at once: they take at most 640 MB."""
+"""Characters that may be encoded at once, at most twice as many: they take up to 1.1 GB."""
 USUAL_GROWTH = 16.0
 """Of whole texts; of a syllable of Hangul, three letters of three bytes, it is 9."""
 
