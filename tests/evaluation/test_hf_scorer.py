@@ -93,7 +93,7 @@ def test_a_name_that_cannot_be_opened(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_loops_are_refused_without_a_loop(folder: Path):
-    with pytest.raises(ValueError, match="no loop"):
+    with pytest.raises(ValueError, match="the depth and from the state"):
         open_scorer(folder, [8])
 
 
