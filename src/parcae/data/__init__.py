@@ -18,6 +18,7 @@ A document passes through these modules, in this order:
 Other modules:
 
     downloads            datasets of the Hugging Face hub, and single files
+    tokenizer_growth     how much a tokenizer from elsewhere can lengthen a text
     tokenizer_training   train and compare tokenizers on files
     inspection           measure prepared documents
     synthetic            tasks whose rows are drawn: walks, pointer chasing, modular arithmetic

@@ -3,6 +3,7 @@
 base             `LanguageModel`, the base class: embedding, head, loss
 looped           prelude, loop, coda
 transformer      the baseline without a loop
+precision        products in bfloat16, everything else in float32
 blocks           attention, rotary embedding, MLP, norms
 injection        how e enters each loop
 depth            samplers of the number of loops
