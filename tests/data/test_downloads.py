@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -264,13 +265,13 @@ def test_a_damaged_file_never_gets_its_name(server: SmallHub, tmp_path: Path, na
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_told_and_loses_nothing(server: SmallHub, tmp_path: Path) -> None:
-    partial = tmp_path / "sample/10BT/.1.parquet.partial"
-    partial.parent.mkdir(parents=True)
-    partial.symlink_to("/dev/full")
-    with pytest.raises(FileError, match=r"No space left on device\)\. Free some space and run"):
-        fetch(server, tmp_path)
-    partial.unlink()
+def test_a_full_disk_is_told_and_loses_nothing(
+    server: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(downloads, "no_link", lambda _path, flags: os.open("/dev/full", flags))
+        with pytest.raises(FileError, match=r"No space left on device\)\. Free some space and run"):
+            fetch(server, tmp_path)
     fetch(server, tmp_path)
     assert here(tmp_path) == documents(server)
 
