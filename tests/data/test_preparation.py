@@ -203,7 +203,7 @@ KILLED = """
     source, tokenizer, out = sys.argv[1:]
     write = preparation.write_sealed
     preparation.write_sealed = lambda *values: (write(*values), print("written", flush=True))
-    preparation.prepare([source], tokenizer, out, shard_tokens=10_000, validation_fraction=0.1)
+    preparation.prepare([source], tokenizer, out, shard_tokens=20_000, validation_fraction=0.1)
 """
 
 
@@ -224,7 +224,7 @@ def test_killed_at_random_moments_it_is_resumed(tmp_path: Path, tokenizer: Token
     while True:
         process = subprocess.Popen([*command, str(folder)], env=environment, stdout=subprocess.PIPE)
         assert process.stdout
-        for _ in range(chance.randint(1, 3)):  # the first says that it has begun
+        for _ in range(chance.randint(1, 2)):  # one of about 16 parts
             process.stdout.readline()
         time.sleep(chance.uniform(0, 0.02))
         if process.poll() is not None:
@@ -237,7 +237,7 @@ def test_killed_at_random_moments_it_is_resumed(tmp_path: Path, tokenizer: Token
                 ShardedDocuments.open(folder)
         assert kills < 50
     assert process.returncode == 0
-    assert kills >= 5
+    assert kills >= 4
     assert contents(folder) == contents(tmp_path / "whole")
 
 

@@ -6,6 +6,7 @@ what PyTorch's builds load at their first use: up to some hundred megabytes of l
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import tempfile
@@ -46,12 +47,17 @@ def step(preset: str, rows: int, checkpointed: bool, folder: Path) -> list[int]:
                 "micro_batch": rows,
             },
             "budget": {"steps": 1},
-            "run": {"device": "cpu", "activation_checkpointing": checkpointed},
+            "run": {
+                "device": "cpu",
+                "precision": "float32",
+                "activation_checkpointing": checkpointed,
+            },
         }
     )
     with open_workers(recipe.run) as workers:
         prepare_corpora(recipe, folder / "run", lambda _: None)
         corpora = open_corpora(recipe, folder / "run")
+        gc.collect()  # what the first step leaves
         before = status("VmRSS")
         learner = Learner(recipe, workers, corpora)
         learner.take_step(0.0)

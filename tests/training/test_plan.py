@@ -233,7 +233,7 @@ def test_a_real_step_takes_what_the_plan_says(preset, rows, checkpointed):
     assert result.returncode == 0, result.stderr
     measured, planned = json.loads(result.stdout)
     assert planned > 300e6
-    assert planned == pytest.approx(measured, rel=0.1)
+    assert planned == pytest.approx(measured, rel=0.2)
 
 
 @pytest.mark.slow
