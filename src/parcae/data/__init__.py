@@ -20,6 +20,7 @@ Other modules:
     downloads            datasets of the Hugging Face hub, and single files
     tokenizer_growth     how much a tokenizer from elsewhere can lengthen a text
     tokenizer_training   train and compare tokenizers on files
+    tokenizer_growth     how much a tokenizer from outside may lengthen a text
     inspection           measure prepared documents
     synthetic            tasks whose rows are drawn: walks, pointer chasing, modular arithmetic
 """

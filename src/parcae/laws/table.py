@@ -176,7 +176,9 @@ def _cell(value: Any) -> str:
     if isinstance(value, float | np.floating):
         whole = float(value).is_integer() and abs(value) < 1e15
         return str(int(value)) if whole else repr(float(value))
-    return "" if value is None else csv_text(str(value))
+    if isinstance(value, str):
+        return csv_text(value)
+    return "" if value is None else str(value)
 
 
 def _read_csv(path: Path) -> dict[str, list[Any]]:
