@@ -101,6 +101,27 @@ def test_results_in_memory_are_compared(result):
     assert len(compare_evaluations(result, result, "each").comparisons) == 2
 
 
+def test_products_in_bfloat16_change_scores_slightly(small_model, small_tokenizer, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 20)
+    options = {"tokenizer": small_tokenizer, "val_data": text, "loops": 2, "out": tmp_path / "out"}
+
+    def loss(precision):
+        return parcae.evaluate(small_model, "val", precision=precision, **options).suites["val"][
+            "by_loops"
+        ]["2"]["loss"]
+
+    exact = loss("float32")
+    with pytest.raises(FileError, match="holds an evaluation with another model"):
+        loss("bfloat16")  # which do not continue scores in float32
+    options["overwrite"] = True
+    rounded = loss("bfloat16")
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=1e-2)
+    with pytest.raises(ConfigError, match=r"^precision: 'float8'\. Known: float32, bfloat16\."):
+        loss("float8")
+
+
 def test_progress_is_reported(small_model, small_tokenizer, task_folder):
     seen = []
     options = {"tokenizer": small_tokenizer, "task_data": task_folder, "progress": seen.append}

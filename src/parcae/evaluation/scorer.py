@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,7 @@ from parcae.runs import open_checkpoint
 from parcae.schema import require_range
 
 State = Literal["zero", "like-init"]
+Precision = Literal["float32", "bfloat16"]
 
 MAX_LOGITS = 1 << 25
 """Logits in memory at once while predictions are read."""
@@ -97,11 +98,12 @@ class LoopedScorer:
         state: State = "zero",
         batch_tokens: int | None = None,
         context: int | None = None,
+        precision: Precision = "float32",
     ) -> None:
         """`loops` defaults to the mean number of loops in training, `context` to the model's
-        context length."""
+        context length. `precision` is that of products with weights."""
         self.model = model
-        self.network = TorchNetwork(FoldedModel.of(model))
+        self.network = TorchNetwork(FoldedModel.of(model, precision))
         self.is_looped = isinstance(model, LoopedModel)
         requested = loops or (model.config.loop.nominal_loops,)
         self.loops = tuple(sorted({check_whole("loops", depth, 1) for depth in requested}))
@@ -115,6 +117,8 @@ class LoopedScorer:
         self.name = name
         self.draws_state = self.is_looped and state == "like-init"
         self.identity = f"{identity} {state}"
+        if precision != "float32":  # earlier results are taken up if they have the same identity
+            self.identity += f" {precision}"
         limit = model.config.context_length
         self.context_length = limit if context is None else context
         fits = self.context_length <= limit
@@ -220,6 +224,7 @@ def open_scorer(
     context: int | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
+    precision: Precision = "float32",
 ) -> Scorer:
     """Return the scorer of a model: a parcae model, run or checkpoint by its folder, a transformers
     model by its folder or its name on the hub, or a parcae model in memory with its tokenizer.
@@ -227,13 +232,21 @@ def open_scorer(
     `loops`: numbers of loops to score at (default: the mean in training). `context`: tokens read at
     a time (default: the model's context length). `device`: default auto (CUDA where it
     is available, else the CPU), or where the model is.
-    `trust_remote_code`: run the Python code that comes with a transformers model.
+    `trust_remote_code`: run the Python code that comes with a transformers model. `precision`: that
+    of products with weights, for a parcae model.
     """
+    known = get_args(Precision)
+    require(precision in known, "precision", f"{precision!r}", f"Known: {', '.join(known)}.")
     if context is not None:
         require_range("context", context, at_least=2)
     if device is not None or not isinstance(model, LanguageModel):
         device = find_device("auto" if device is None else device)
-    options: dict[str, Any] = {"state": state, "batch_tokens": batch_tokens, "context": context}
+    options: dict[str, Any] = {
+        "state": state,
+        "batch_tokens": batch_tokens,
+        "context": context,
+        "precision": precision,
+    }
     if isinstance(model, LanguageModel):
         remedy = "Give it by tokenizer=, as a Tokenizer or a path."
         require(tokenizer is not None, "tokenizer", "a model in memory needs one", remedy)
@@ -259,6 +272,8 @@ def open_scorer(
                 "from the state of its own configuration. Omit this setting."
             )
         require(tokenizer is None, "tokenizer", f"{model} brings its own", "Omit this setting.")
+        its_own = f"{model} is not a model of parcae, and runs in its own"
+        require(precision == "float32", "precision", its_own, "Omit this setting.")
         require(not best, "best", f"{model} is not a run", "Omit this setting.")
         assert device is not None
         return _open_transformers_model(
