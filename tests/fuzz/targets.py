@@ -380,6 +380,10 @@ TASK_ROWS: dict[str, tuple[Callable[[Path], object], dict[str, object]]] = {
         {"context": "a", "continuation": "b"},
     ),
     "passages": (read_passages, {"context": "a", "continuation": "b"}),
+    "own": (
+        lambda p: read_lines(p, zero_shot._own),
+        {"question": "q", "choices": ["a", "b"], "answer": "a"},
+    ),
     "arc": (
         lambda p: read_lines(p, zero_shot._arc),
         {"question": "q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
