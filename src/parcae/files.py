@@ -279,8 +279,11 @@ def nan_to_none(value: Any) -> Any:
 
 def read_text(path: str | Path, largest: int = LARGEST_JSON, errors: str = "strict") -> str:
     """The text of a regular file; FileError if it has more than `largest` bytes."""
-    with open_file(path, largest) as stream:
-        return io.TextIOWrapper(stream, encoding="utf-8", errors=errors).read(largest)
+    with (
+        open_file(path, largest) as stream,
+        io.TextIOWrapper(stream, encoding="utf-8", errors=errors) as text,
+    ):
+        return text.read(largest)
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
