@@ -82,7 +82,7 @@ def open_checkpoint(
 def task_of_run(folder: str | Path) -> Task | None:
     """The synthetic task that the run of a checkpoint trains; None for texts and other folders."""
     run = run_of(folder)
-    if run is None:
+    if run is None or not (run / RECIPE_FILE).exists():
         return None
     from parcae.data.synthetic import task_of
 
