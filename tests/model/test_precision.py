@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import KINDS, randomised, tiny
 from parcae.model.attention import QUERY_BLOCK, attention
-from parcae.model.precision import chunked_cross_entropy, matrix
+from parcae.model.precision import cast_weight, chunked_cross_entropy
 
 
 def bfloat16(enabled: bool = True) -> torch.autocast:
@@ -161,7 +161,7 @@ def test_loss_and_its_gradients_are_those_of_all_logits_at_once(chunk):
     weight = torch.randn(30, 8, generator=generator).requires_grad_()
     targets = torch.randint(30, (11,), generator=generator)
     targets[[0, 6]] = -100
-    loss = chunked_cross_entropy(x, matrix(weight, torch.bfloat16), targets, -100, chunk)
+    loss = chunked_cross_entropy(x, cast_weight(weight, torch.bfloat16), targets, -100, chunk)
     logits = F.linear(x.double(), weight.double())
     exact = F.cross_entropy(logits, targets)
     assert loss.dtype == torch.float32
@@ -174,7 +174,7 @@ def test_loss_and_its_gradients_are_those_of_all_logits_at_once(chunk):
         assert ours.dtype == theirs.dtype
         assert (ours.double() - theirs.double()).norm() < 0.01 * theirs.double().norm()
     with torch.no_grad():
-        assert chunked_cross_entropy(x, matrix(weight, x.dtype), targets, -100, chunk) == loss
+        assert chunked_cross_entropy(x, cast_weight(weight, x.dtype), targets, -100, chunk) == loss
 
 
 def test_checkpointed_loops_give_the_same_bits():

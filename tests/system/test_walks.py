@@ -5,17 +5,17 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from serving_fixtures import client_of, make_app
-from system.test_internals import RECIPE, ROOT, text, trace  # noqa: F401 (text is a fixture)
 
 import parcae
 from parcae.experiments.paper_runs import paper_table
 from parcae.laws.table import write_table
+from serving_fixtures import client_of, make_app
+from system.test_internals import RECIPE, ROOT, text, trace  # noqa: F401 (text is a fixture)
 
 FILES = {
-    "text to checkpoint": 64,
+    "text to checkpoint": 68,
     "runs to figure": 19,
-    "prompt to HTTP response": 33,
+    "prompt to HTTP response": 36,
     "claim to page": 46,
 }
 

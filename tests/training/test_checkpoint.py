@@ -21,7 +21,7 @@ from parcae.recipe import write_toml
 from parcae.runs import best_checkpoint, checkpoints, list_checkpoints
 from parcae.runs.layout import checkpoint_path, list_steps
 from parcae.training import checkpoint_writer as checkpoint
-from parcae.training.checkpoint_writer import CheckpointWriter, ShardWriter, Snapshot
+from parcae.training.checkpoint_writer import CheckpointWriter, Snapshot, SortedShardWriter
 from parcae.training.distributed import Workers
 from parcae.training.run import train
 from parcae.training.settings import recipe_to_dict
@@ -410,7 +410,7 @@ def test_equal_shards_are_equal_files(tmp_path):
     files = []
     for number in range(8):
         folder = tmp_path / str(number)
-        save(tensors, storage_writer=ShardWriter(folder, save_distributed=True), no_dist=True)
+        save(tensors, storage_writer=SortedShardWriter(folder, save_distributed=True), no_dist=True)
         (path,) = folder.iterdir()
         files.append(path.read_bytes())
     assert len(set(files)) == 1

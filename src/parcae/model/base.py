@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from parcae.config import ModelConfig
 from parcae.model.blocks import Rope, rope_table
 from parcae.model.depth import Depths, as_depths, sample
-from parcae.model.precision import autocast_dtype, chunked_cross_entropy, matrix, wide
+from parcae.model.precision import autocast_dtype, cast_weight, chunked_cross_entropy, wide
 
 IGNORED_TARGET = -100
 
@@ -146,7 +146,7 @@ class LanguageModel(nn.Module, ABC):
         x, targets = x.flatten(0, 1), targets.flatten().long()
         if (dtype := autocast_dtype(x.device)) is not None:
             chunk = mixed_loss_chunk(self.config.vocab_size, x.device.type)
-            weight = matrix(self.unembedding, dtype)
+            weight = cast_weight(self.unembedding, dtype)
             return chunked_cross_entropy(x.to(dtype), weight, targets, IGNORED_TARGET, chunk)
         chunk = loss_chunk(self.config.vocab_size)
         options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from parcae.config import BlockShape, ModelConfig
 from parcae.model.attention import attention
-from parcae.model.precision import Matrix, autocast_dtype, linear, matrix, wide
+from parcae.model.precision import CastWeight, autocast_dtype, cast_weight, linear, wide
 
 GATE_CHANNELS = 32
 """A value embedding's gate reads this many channels of the block's input."""
@@ -55,27 +55,27 @@ def rotate(x_BSHE: Tensor, rope: Rope) -> Tensor:
 class BlockWeights(NamedTuple):
     """What the products of a block use, prepared once for all its loops; None: call the layer."""
 
-    qkv: Matrix
-    out: Matrix | None = None
-    gate: Matrix | None = None
-    fc: Matrix | None = None
-    proj: Matrix | None = None
+    qkv: CastWeight
+    out: CastWeight | None = None
+    gate: CastWeight | None = None
+    fc: CastWeight | None = None
+    proj: CastWeight | None = None
 
     def detach(self) -> BlockWeights:
         return BlockWeights(*(None if x is None else x.detach() for x in self))  # pyright: ignore
 
 
-def layer_matrix(layer: nn.Linear | None, dtype: torch.dtype | None) -> Matrix | None:
+def cast_layer(layer: nn.Linear | None, dtype: torch.dtype | None) -> CastWeight | None:
     """A layer's weight, with a copy in `dtype` unless the layer is an adapter that must be called.
 
     None without a `dtype`.
     """
     if layer is None or dtype is None:
         return None
-    return matrix(layer.weight, dtype) if _is_plain_linear(layer) else Matrix(layer.weight)
+    return cast_weight(layer.weight, dtype) if _is_plain_linear(layer) else CastWeight(layer.weight)
 
 
-def layer_output(layer: nn.Linear, x: Tensor, weight: Matrix | None) -> Tensor:
+def layer_output(layer: nn.Linear, x: Tensor, weight: CastWeight | None) -> Tensor:
     if weight is None:
         return layer(x)
     return layer(x.to(weight.weight.dtype)) if weight.copy is None else linear(x, weight)
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         weights: BlockWeights | None = None,
     ) -> tuple[Tensor, ...]:
         """Queries [B, H, S, E], keys and values [B, K, S, E]."""
-        weights = BlockWeights(Matrix(self.fused_weight())) if weights is None else weights
+        weights = BlockWeights(CastWeight(self.fused_weight())) if weights is None else weights
         H, K, E = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         qkv = linear(z_BSD, weights.qkv).unflatten(-1, (-1, E))
         qk, v = qkv.split((H + K, K), dim=2)
@@ -179,14 +179,16 @@ class MLP(nn.Module):
         self.fc = nn.Linear(shape.width, rows, bias=False)
         self.proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
 
-    def forward(self, x: Tensor, fc: Matrix | None = None, proj: Matrix | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, fc: CastWeight | None = None, proj: CastWeight | None = None
+    ) -> Tensor:
         hidden = layer_output(self.fc, x, fc)
         if self.gated:
             gate, up = hidden.chunk(2, dim=-1)
             return layer_output(self.proj, F.silu(gate) * up, proj)
         if not _is_plain_linear(self.proj):
             return layer_output(self.proj, 0.5 * hidden.relu().square(), proj)
-        weight, copy = Matrix(self.proj.weight) if proj is None else proj
+        weight, copy = CastWeight(self.proj.weight) if proj is None else proj
         return SquaredReluLinear.apply(hidden, weight, copy)  # pyright: ignore[reportReturnType]
 
 
@@ -219,8 +221,8 @@ class Block(nn.Module):
         attn, mlp = self.attn, self.mlp
         fused = attn.fused_weight()
         dtype = autocast_dtype(fused.device)
-        layers = (layer_matrix(x, dtype) for x in (attn.out, attn.gate, mlp.fc, mlp.proj))
-        return BlockWeights(matrix(fused, dtype), *layers)
+        layers = (cast_layer(x, dtype) for x in (attn.out, attn.gate, mlp.fc, mlp.proj))
+        return BlockWeights(cast_weight(fused, dtype), *layers)
 
     def forward(
         self,

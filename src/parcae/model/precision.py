@@ -28,23 +28,23 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-class Matrix(NamedTuple):
+class CastWeight(NamedTuple):
     """A weight, and its copy in the dtype of the products; None if that is the weight's own."""
 
     weight: Tensor
     copy: Tensor | None = None
 
-    def detach(self) -> Matrix:
-        return Matrix(self.weight.detach(), self.copy)
+    def detach(self) -> CastWeight:
+        return CastWeight(self.weight.detach(), self.copy)
 
 
-def matrix(weight: Tensor, dtype: torch.dtype | None) -> Matrix:
+def cast_weight(weight: Tensor, dtype: torch.dtype | None) -> CastWeight:
     if dtype is None or dtype == weight.dtype:
-        return Matrix(weight)
-    return Matrix(weight, weight.detach().to(dtype))
+        return CastWeight(weight)
+    return CastWeight(weight, weight.detach().to(dtype))
 
 
-def linear(x: Tensor, weight: Matrix) -> Tensor:
+def linear(x: Tensor, weight: CastWeight) -> Tensor:
     """x W^T, in the dtype of the copy if there is one."""
     if weight.copy is None:
         return F.linear(x, weight.weight)
@@ -79,14 +79,14 @@ class CopyLinear(torch.autograd.Function):
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Matrix, targets: Tensor, ignored: int, chunk: int
+    x: Tensor, weight: CastWeight, targets: Tensor, ignored: int, chunk: int
 ) -> Tensor:
     """Mean cross entropy in float32 of logits x W^T, of which `chunk` rows at once are in memory.
 
     The forward computes the gradients too, so that no logits are computed again.
     """
     if weight.copy is None:
-        weight = Matrix(weight.weight, weight.weight.detach())
+        weight = CastWeight(weight.weight, weight.weight.detach())
     total = ChunkedCrossEntropy.apply(x, *weight, targets, ignored, chunk, torch.is_grad_enabled())
     return total / (targets != ignored).sum()  # pyright: ignore[reportOperatorIssue]
 

@@ -233,13 +233,13 @@ def _sharded_writer(
 
     def write() -> None:
         for folder, tensors in staged:
-            writer = ShardWriter(str(folder), save_distributed=True)
+            writer = SortedShardWriter(str(folder), save_distributed=True)
             save(tensors, storage_writer=writer, process_group=workers.background_group)
 
     return write
 
 
-class ShardWriter(HuggingFaceStorageWriter):
+class SortedShardWriter(HuggingFaceStorageWriter):
     """Writes equal shards as equal files: safetensors orders a file's metadata at random."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
