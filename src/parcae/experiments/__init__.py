@@ -13,7 +13,7 @@ The experiments:
 
 training       ablation_ladder, choose_mu, lr_robustness, lr_sweep, per_sequence, prelude_norm,
                truncated_sampling
-comparisons    rdm_comparison, transformer_comparison, tokenizer
+comparisons    main_table, rdm_comparison, transformer_comparison, tokenizer
 scaling laws   isoflop, test_time, unified
 not in the paper   discretisation, fixed_or_sampled, reasoning, release_sampler, tuned_rates, walks
 """

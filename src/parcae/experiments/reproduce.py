@@ -19,6 +19,7 @@ from parcae.experiments.fixed_or_sampled import FixedOrSampled
 from parcae.experiments.isoflop import IsoFlop
 from parcae.experiments.lr_robustness import LrRobustness
 from parcae.experiments.lr_sweep import LrSweep
+from parcae.experiments.main_table import MainTableRate
 from parcae.experiments.page import judge, write_page
 from parcae.experiments.per_sequence import PerSequence
 from parcae.experiments.prelude_norm import PreludeNorm
@@ -47,6 +48,7 @@ CATALOGUE: dict[str, Experiment] = {
         OneStepPerLoop(),
         Reasoning(),
         TransformerComparison(),
+        MainTableRate(),
         TestTime(),
         RdmComparison(),
         LrRobustness(),

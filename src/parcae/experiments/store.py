@@ -46,6 +46,11 @@ TEXTS = {
         "openstax_textbooks/train.jsonl.gz",
         "wikipedia_vital_leads/leads_en.jsonl.gz",
     ),
+    "all": (
+        "openstax_textbooks/train.jsonl.gz",
+        "wikipedia_vital_leads/leads_en.jsonl.gz",
+        "english_novels_100/train.jsonl.gz",
+    ),
 }
 """Texts by name: files below the folder of texts. WikiText is left out, to be evaluated on."""
 HELD_OUT_FRACTION = 0.04
