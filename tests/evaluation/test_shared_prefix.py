@@ -15,6 +15,8 @@ from parcae.evaluation.prompts import Prompt, Span, cut_left
 from parcae.evaluation.scorer import LoopedScorer
 from parcae.evaluation.shared_prefix import PrefixGroup, batches, prefix_groups
 from parcae.model import create
+from parcae.model.injection import INJECTIONS
+from test_registry import Gated
 
 tokens = st.lists(st.integers(0, 95), min_size=2, max_size=14)
 
@@ -34,15 +36,22 @@ ARCHITECTURES = {
     "parcae": {},
     "grouped heads": {"kv_heads": 1},
     "transformer": {},
+    "wide drive": {"injection": "gated"},
 }
 
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def model(request):
-    if request.param == "transformer":
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(INJECTIONS._registered, "gated", Gated)
+        yield build(request.param)
+
+
+def build(architecture):
+    if architecture == "transformer":
         config = parcae.preset("transformer-1m", {"context_length": 32, "vocab_size": 96})
     else:
-        config = tiny(loop=LoopConfig(mean_loops=3), **ARCHITECTURES[request.param])
+        config = tiny(loop=LoopConfig(mean_loops=3), **ARCHITECTURES[architecture])
     torch.manual_seed(1)
     made = create(config)
     with torch.no_grad():

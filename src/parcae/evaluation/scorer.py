@@ -183,17 +183,18 @@ class LoopedScorer:
         self, batch: PromptBatch, drive: Tensor, seeds: Sequence[int] | None
     ) -> Tensor:
         """Zero, or drawn by the seed of the prompt: all its alternatives start alike."""
+        zeros = self.network.initial_state(drive)
         if not self.draws_state:
-            return torch.zeros_like(drive)
+            return zeros
         remedy = "Give one seed per prompt."
         require(seeds is not None, "seeds", "state like-init needs them", remedy)
         assert seeds is not None
         states = []
         for owner, group in zip(batch.owners, batch.groups, strict=True):
             positions = group.positions
-            state = seeded_state(max(positions) + 1, drive.shape[1], seeds[owner])
+            state = seeded_state(max(positions) + 1, zeros.shape[1], seeds[owner])
             states.append(state[torch.tensor(positions)])
-        return torch.cat(states).to(drive)
+        return torch.cat(states).to(zeros)
 
 
 def read_predictions(
