@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,7 @@ def test_replaced_bytes_are_counted(folder: Path, tmp_path: Path, capsys) -> Non
 @pytest.mark.slow
 def test_lines_that_separate_documents_are_found(folder, tmp_path, capsys):
     """Stories between lines of <|endoftext|>, as TinyStories has them: one document without
-    --separator, all of it held out."""
+    --separator, which is refused; of several files each may be a document."""
     stories, vocabulary = tmp_path / "stories.txt", tmp_path / "t.json"
     stories.write_text("".join(f"Story {i}.\n<|endoftext|>\n" for i in range(200)))
     hint = f"{stories}: has lines '<|endoftext|>', but no separator is given."
@@ -224,7 +225,13 @@ def test_lines_that_separate_documents_are_found(folder, tmp_path, capsys):
     assert run(*train, "--out", vocabulary) == 0
     assert hint in capsys.readouterr().err
     prepare = ("data", "prepare", stories, "--tokenizer", vocabulary)
-    assert run(*prepare, "--validation-fraction", "0.99999", "--out", tmp_path / "one") == 1
+    with pytest.raises(FileError, match=re.escape(hint)):
+        run(*prepare, "--out", tmp_path / "one")
+    assert not (tmp_path / "one").exists()
+    other = tmp_path / "story.txt"
+    other.write_text("Another story.")
+    held_out = ("--validation-fraction", "0.99999")
+    assert run(*prepare[:3], other, *prepare[3:], *held_out, "--out", tmp_path / "two") == 1
     error = capsys.readouterr().err
     assert "none is left to train on" in error
     assert hint in error

@@ -31,6 +31,7 @@ from parcae.data.readers import (
     Document,
     ReadPosition,
     bytes_read,
+    check_split,
     read_documents,
 )
 from parcae.data.shards import (
@@ -164,6 +165,9 @@ def write_shards(
     """Write the shards and return the manifest; call it again to resume."""
     folder = Path(folder)
     _check_folder(work, folder)
+    if not (folder / MANIFEST).exists():
+        check_split(work.corpus.files, work.corpus.options)
+        check_split(work.corpus.validation_files, work.corpus.options)
     with lock_folder(folder):
         if (folder / MANIFEST).exists():
             return _check_finished(work, folder, report)

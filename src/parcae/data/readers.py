@@ -86,6 +86,28 @@ MARK = re.compile(r"^<\|[\w-]{1,40}\|>(?=\r?$)", re.MULTILINE)
 """A line that separates documents in many text corpora, such as <|endoftext|>."""
 
 
+def check_split(files: Sequence[SourceFile], options: ReadOptions) -> None:
+    """FileError if the only file has several lines such as <|endoftext|> and is not split.
+
+    Of several files each may be a document, so there `unsplit_note` only names the lines.
+    """
+    if len(files) == 1 and files[0].format == "text" and not options.splits:
+        marks = MARK.findall(_beginning(files[0], options))
+        if len(set(marks)) < len(marks):
+            raise FileError(_not_separated(files[0], max(marks, key=marks.count)))
+
+
+def _beginning(file: SourceFile, options: ReadOptions) -> str:
+    return next(iter(read_file(file.path, "text", options)), ("", 0))[0]
+
+
+def _not_separated(file: SourceFile, mark: str) -> str:
+    return (
+        f"{file.path}: has lines '{mark}', but no separator is given. Separate its documents "
+        f"with --separator '{mark}', in a recipe data.separator."
+    )
+
+
 def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: int) -> str | None:
     """What to check where no text file has a line of the separator, or where one has lines such as
     <|endoftext|> and no separator is given; else None.
@@ -97,13 +119,8 @@ def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: i
     if not texts:
         return None
     if not options.splits:
-        beginning = next(iter(read_file(texts[0].path, "text", options)), ("", 0))[0]
-        if mark := MARK.search(beginning):
-            return (
-                f"{texts[0].path}: has lines {mark[0]!r}, but no separator is given. Separate its "
-                f"documents with --separator '{mark[0]}', in a recipe data.separator."
-            )
-        return None
+        mark = MARK.search(_beginning(texts[0], options))
+        return _not_separated(texts[0], mark[0]) if mark else None
     if documents > len(files):
         if len(texts) == len(files):
             return None

@@ -376,7 +376,7 @@ def _tokenise(
         options=options,
     )
     if note := unsplit_note(files, options, prepared.documents_read):
-        report(f"data.{note}")
+        report(f"data.sources: {note}")
 
 
 def _has_trained(run: Path) -> bool:
