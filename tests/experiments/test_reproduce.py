@@ -277,7 +277,8 @@ def test_records_of_a_run(tmp_path):
         (["lops"], "lops: no such experiment."),
         (["reasoning", "--scale", "huge"], "'huge' is not an option."),
         (["reasoning", "--model.widht", "3"], "Did you mean width"),
-        (["lr-robustness", "--select", "lr=0.5"], "no run with lr=0.5. It has: model=Parcae, lr="),
+        (["lr-robustness", "--select", "lr=0.5"], "no run with lr=0.5. It has: lr=0.001 | 0.002"),
+        (["lr-robustness", "--select", "rate=1"], "; model=Parcae | RDM, residual norm | RDM, pre"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments, message, capsys):

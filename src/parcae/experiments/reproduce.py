@@ -234,11 +234,18 @@ def _plan(
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         if select and not any(_is_selected(run, select) for run in plan[name]):
-            labels = (f"{k}={v}" for run in plan[name] for k, v in run.labels.items())
-            known = ", ".join(dict.fromkeys(labels)) or "no runs"
+            labels = sorted({label for run in plan[name] for label in run.labels})
+            known = (
+                "; ".join(f"{label}={_values(plan[name], label)}" for label in labels) or "no runs"
+            )
             wanted = " and ".join(f"{label}={value}" for label, value in select.items())
             raise ConfigError(f"select: {name} has no run with {wanted}. It has: {known}.")
     return plan
+
+
+def _values(runs: Iterable[Run], label: str) -> str:
+    values = dict.fromkeys(str(run.labels[label]) for run in runs if label in run.labels)
+    return " | ".join(values)
 
 
 def _is_selected(run: Run, select: Mapping[str, Any]) -> bool:
