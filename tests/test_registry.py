@@ -127,6 +127,10 @@ def test_an_injection_whose_A_depends_on_the_input_runs_and_has_no_spectral_radi
         ({"prepare": lambda self, e: (0.5, e @ self.B.T)}, "returns a transition of type float"),
         ({"prepare": lambda self, e: (e.mean(), e @ self.B.T)}, "a transition that depends on e"),
         ({"prepare": lambda self, e: (None, e @ self.B.T)}, "mix fails: AttributeError.*line"),
+        (
+            {"mix": lambda self, h, a, b: h @ self.D},
+            r"mix fails: AttributeError.*test_registry\.py",
+        ),
         ({"mix": lambda self, h, a, b: None}, "mix returns type NoneType. Expected: the shape"),
         ({"mix": lambda self, h, a, b: b[:, :1]}, r"mix returns shape \[1, 1, 64\]"),
     ],

@@ -314,7 +314,9 @@ def _check(injection: Any, config: ModelConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        here, *below = traceback.extract_tb(error.__traceback__)
+        file = (below or [here])[0].filename  # that of the method, which may fail inside PyTorch
+        frame = [frame for frame in (here, *below) if frame.filename == file][-1]
         raise ConfigError(
             f"{name}.{method} fails: {type(error).__name__}: {error}. See {frame.filename}, line "
             f"{frame.lineno}."
