@@ -44,10 +44,11 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path):
 
 
 def test_temporary_files_that_may_be_in_use_stay(tmp_path):
-    old = tmp_path / f".old.txt.elsewhere-{2**22 + 1}.tmp"
+    old = tmp_path / f".old.txt.elsewhere-{2**22 + 1}.{7:016x}.tmp"
     kept = [
-        tmp_path / f".note.txt.elsewhere-{2**22 + 1}.tmp",  # of another machine
-        tmp_path / f".note.txt.{platform.node()}-{os.getppid()}.tmp",  # of a process that exists
+        tmp_path / f".note.txt.elsewhere-{2**22 + 1}.{7:016x}.tmp",  # of another machine
+        tmp_path
+        / f".note.txt.{platform.node()}-{os.getppid()}.{7:016x}.tmp",  # of a process that exists
         tmp_path / ".notes.tmp",  # not one of ours
     ]
     for path in (old, *kept):
@@ -175,7 +176,7 @@ def test_the_faster_of_two_processes_makes_a_folder(tmp_path):
 
 
 def test_a_folder_that_a_killed_process_left_is_removed(tmp_path):
-    left = tmp_path / f".model.{platform.node()}-{2**22 + 1}.tmp"
+    left = tmp_path / f".model.{platform.node()}-{2**22 + 1}.{7:016x}.tmp"
     left.mkdir()
     (left / "file").touch()
     with files.atomic_folder(tmp_path / "model"):

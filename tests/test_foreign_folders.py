@@ -108,12 +108,31 @@ def test_what_is_left_over_is_removed_but_no_link_is_followed(tmp_path):
     for folder in (inside, target):
         folder.mkdir()
     (target / "file").write_text("mine")
-    names = [f".a{n}.{os.uname().nodename}-{2**22 + 1}.tmp" for n in range(2)]
+    names = [f".a.{os.uname().nodename}-{2**22 + 1}.{n:016x}.tmp" for n in range(2)]
     (inside / names[0]).symlink_to(target)
     (inside / names[1]).symlink_to(target / "file")
     files.write_text(inside / "note.txt", "text")
     assert [path.name for path in inside.iterdir()] == ["note.txt"]
     assert (target / "file").read_text() == "mine"
+
+
+def test_a_folder_of_a_similar_name_is_not_left_over(tmp_path):
+    folder = tmp_path / f".backup.{os.uname().nodename}-{2**22 + 1}.tmp"
+    folder.mkdir()
+    os.utime(folder, (0, 0))
+    files.write_text(tmp_path / "note.txt", "text")
+    assert folder.is_dir()
+
+
+def test_a_hard_link_is_not_written_to(tmp_path):
+    (tmp_path / "target").write_text("mine")
+    for name in (".lock", "metrics.jsonl"):
+        os.link(tmp_path / "target", tmp_path / name)
+    with pytest.raises(FileError, match="hard link"), files.lock_folder(tmp_path):
+        pass
+    with pytest.raises(FileError, match="hard link"):
+        files.no_link(str(tmp_path / "metrics.jsonl"), os.O_WRONLY)
+    assert (tmp_path / "target").read_text() == "mine"
 
 
 LINKS = (
@@ -124,6 +143,13 @@ LINKS = (
     "metrics.jsonl",
     ".lock",
 )
+
+
+def test_a_link_to_itself(trained, tmp_path, capsys):
+    out = tmp_path / "shards"
+    out.symlink_to(out)
+    words = ("data", "prepare", trained / "text.jsonl", "--tokenizer", trained / "run")
+    assert "shards" in fails(capsys, *words, "--out", out)
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -141,6 +167,9 @@ def test_links_of_trackers(tmp_path):
     logs.mkdir(parents=True)
     (logs / "debug-core.log").symlink_to(tmp_path / "cache.log")
     files.check_links(tmp_path / "run")
+    (logs / "y").symlink_to(tmp_path)
+    with pytest.raises(FileError, match="y: a link that leads out"):
+        files.check_links(tmp_path / "run")
     files.remove(tmp_path / "run" / "wandb")
     (tmp_path / "run" / "wandb").symlink_to(tmp_path)
     with pytest.raises(FileError, match="wandb: a link that leads out"):
@@ -195,13 +224,14 @@ def test_only_what_a_preparation_wrote_is_deleted(run):
         ("logs", ("sweep", "RUN")),
         ("data", ("reproduce", "prelude-norm", "--scale", "toy", "--out", "RUN")),
         ("runs/a", ("sweep", "RUN")),
+        ("recipes/wandb/a", ("sweep", "RUN")),
     ],
 )
 def test_commands_do_not_write_through_links(name, words, run, outside, capsys):
     if words[0] in ("fit", "sweep"):
         write_sweep(run)
         (outside / name).mkdir(parents=True, exist_ok=True)
-    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
     link(run / name, outside / name)
     error = fails(capsys, *(run if word == "RUN" else word for word in words))
     assert f"{run / name}: a link that leads out of {run}, to {outside / name}." in error

@@ -72,8 +72,8 @@ def write_all(stream: IO[bytes], data: bytes | memoryview) -> None:
 
 
 def no_link(path: str, flags: int) -> int:
-    """The opener (of `open`) of a file that grows: a link is not followed, since it may lead out of
-    a folder that somebody else has made, and a pipe is not waited for."""
+    """The opener (of `open`) of a file that is changed in place: a link, hard or symbolic, is
+    refused, since the file may belong to another folder, and a pipe is not waited for."""
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags | extra, 0o666)
@@ -81,9 +81,10 @@ def no_link(path: str, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise FileError(f"{path}: a link or a pipe, not a file. Remove it.") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        raise FileError(f"{path}: a pipe, a device or a folder, not a file. Remove it.")
+        raise FileError(f"{path}: not a file of its own, but a hard link or a pipe. Remove it.")
     return descriptor
 
 
@@ -114,9 +115,8 @@ def _links(path: Path) -> Iterator[Path]:
         yield path
         return
     for parent, folders, others in os.walk(path):
-        if Path(parent).name == "wandb":  # W&B links to logs in its cache, and writes to new files
-            folders.clear()
-            continue
+        if "wandb" in Path(parent).relative_to(path.parent).parts:
+            others = []  # W&B links to logs in its cache; files are not written through links
         yield from filter(Path.is_symlink, (Path(parent, name) for name in (*folders, *others)))
 
 
@@ -242,7 +242,7 @@ def temporary_path(path: Path) -> Path:
 def _remove_abandoned(folder: Path) -> None:
     """Remove the temporary files and folders of processes that no longer exist."""
     for path in folder.glob(".*.tmp"):
-        match = re.fullmatch(r"\..+[.-](\d{1,10})(\.[0-9a-f]{16})?\.tmp", path.name, re.DOTALL)
+        match = re.fullmatch(r"\..+-(\d{1,10})\.[0-9a-f]{16}\.tmp", path.name, re.DOTALL)
         if match is None or process_exists(int(match[1])):
             continue
         with contextlib.suppress(OSError):  # another process was faster
@@ -406,6 +406,8 @@ def lock_folder(folder: str | Path) -> Iterator[None]:
         if folder.is_file():
             raise FileError(f"{folder}: a file, not a folder. {remedy}")
         folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.close(no_link(str(path), os.O_RDWR))  # `acquire` empties what it leads to
         try:
             locked = lock.acquire()
         except Timeout:

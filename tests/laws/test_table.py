@@ -204,6 +204,16 @@ def test_a_parquet_file_with_more_than_a_table_has(tmp_path, columns, message):
         read_table(tmp_path / "runs.parquet")
 
 
+def test_a_parquet_file_of_long_texts(tmp_path, monkeypatch):
+    """A few kilobytes of file can be one cell of a gigabyte."""
+    monkeypatch.setattr("parcae.laws.table.MAX_BYTES", 1 << 20)
+    columns = {"note": ["a" * (2 << 20)]}
+    pq.write_table(pyarrow.table(columns), tmp_path / "runs.parquet", compression="zstd")
+    assert (tmp_path / "runs.parquet").stat().st_size < 10_000
+    with pytest.raises(FileError, match="bytes; at most 1,048,576 are read"):
+        read_table(tmp_path / "runs.parquet")
+
+
 @pytest.mark.parametrize(
     ("text", "size", "message"),
     [

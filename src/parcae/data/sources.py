@@ -160,7 +160,7 @@ class Corpus:
 
     def check_output(self, folder: Path) -> None:
         """Refuse a folder inside a source, or with a source file in it."""
-        out = folder.resolve()
+        out = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError at a link to itself
         for source in {file.folder for file in self.all_files if file.folder}:
             if out.is_relative_to(source.resolve()):
                 raise FileError(

@@ -229,10 +229,12 @@ def _read_parquet(path: Path) -> dict[str, list[Any]]:
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
                 metadata, schema = file.metadata, file.schema_arrow
-            groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
             rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
             columns = metadata.num_columns
             _check_size(path, columns, rows * max(1, columns))
+            if (size := sum(group.total_byte_size for group in groups)) > MAX_BYTES:
+                raise FileError(f"{path}: {size:,} bytes; at most {MAX_BYTES:,} are read.")
             is_text = pyarrow.types.is_string, pyarrow.types.is_large_string
             for field in schema:
                 if pyarrow.types.is_nested(field.type) or "binary" in str(field.type):
