@@ -286,9 +286,11 @@ def test_a_result_of_wrong_types(change, tmp_path):
 
 def test_files_of_a_sweep_of_wrong_types(tmp_path):
     folder = SweepFolder(tmp_path)
-    for runs in ([{"name": "x"}], 3, [{"name": "../x", "recipe": {}}]):
+    wrong = r"sweep\.json: a value is missing or wrong"
+    outside = r"'\.\./x' is named as a file of it, but is not in it"
+    for runs, message in (([{"name": "x"}], wrong), (3, wrong), ([{"name": "../x"}], outside)):
         files.write_sealed(tmp_path / "sweep.json", {"format": 1, "runs": runs})
-        with pytest.raises(FileError, match=r"sweep\.json: a value is missing or wrong"):
+        with pytest.raises(FileError, match=message):
             folder.read_plan()
     for content in ("[]", '{"a": 1}'):
         (tmp_path / "failed.json").write_text(content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ import parcae
 from parcae.cli import main
 from parcae.model import flops
 from parcae.registry import IMPORT_VARIABLE, INJECTIONS, import_file
+from parcae.sweeps.folder import SweepFolder
+from parcae.sweeps.grid import PlannedRun
 from parcae.training.optim import assign
+from parcae.training.settings import recipe_from_file
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "new_injection.py"
@@ -114,7 +118,23 @@ def test_the_run_records_its_file_and_imports_it_only_when_asked(run, capsys, mo
     assert f"The run was trained with --import {EXAMPLE}." in capsys.readouterr().err
     assert main(["train", SMOKE, "--out", str(run)]) == 2
     assert f"`parcae train --resume {run} --import {EXAMPLE}`" in capsys.readouterr().err
+    assert main(["train", SMOKE, "--start-from", str(run), "--out", f"{run}-more"]) == 2
+    assert f"The run was trained with --import {EXAMPLE}." in capsys.readouterr().err
     assert "rotation" not in INJECTIONS
+
+
+def test_a_sweep_of_it_is_reported_without_its_file(run, tmp_path, capsys, monkeypatch):
+    folder = SweepFolder(tmp_path)
+    recipe = recipe_from_file(run / "recipe.toml")
+    folder.write_plan([PlannedRun(name="a", model="b", budget=None, settings={}, recipe=recipe)])
+    shutil.copytree(run, folder.run_folder("a"), ignore=shutil.ignore_patterns("data"))
+    monkeypatch.setattr(INJECTIONS, "_registered", {})
+    assert main(["report", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["sweep", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"parcae: {tmp_path}/sweep.json: a: model.injection: 'rotation' is not")
+    assert error.endswith(f"The run was trained with --import {EXAMPLE}.\n")
 
 
 @pytest.mark.slow

@@ -411,8 +411,6 @@ def test_names_settings_and_events_are_escaped(tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_is_reported_with_its_table_and_fit(tmp_path, monkeypatch):
-    from types import SimpleNamespace
-
     from parcae.sweeps.folder import SweepFolder
 
     sweep = tmp_path / "grid"
@@ -421,8 +419,7 @@ def test_a_sweep_is_reported_with_its_table_and_fit(tmp_path, monkeypatch):
         fakes.looped_run(sweep / "runs" / name, steps=12, seed=index)
     (sweep / "sweep.json").write_text("{}")
     (sweep / "runs.csv").write_text("model\n")
-    plan = tuple(SimpleNamespace(name=name) for name in names)
-    monkeypatch.setattr(SweepFolder, "read_plan", lambda self: plan)
+    monkeypatch.setattr(SweepFolder, "run_names", lambda self: names)
     table = paper_table(("140m",))
     parcae.fit(table, starts=20, unified_starts=20, bootstrap_samples=0).save(sweep / "fit")
     refresh = "<svg xmlns='x'><meta http-equiv='refresh' content='0;url=https://a.b'/></svg>"

@@ -245,7 +245,7 @@ def read_sources(folders: Sequence[str | Path]) -> tuple[list[Run], list[Sweep]]
         if not sweep.exists:
             listed.append(folder)
             continue
-        plan = [sweep.run_folder(run.name) for run in sweep.read_plan()]
+        plan = [sweep.run_folder(name) for name in sweep.run_names()]
         started = [path for path in plan if (path / METRICS_FILE).is_file()]
         if not started:
             raise FileError(f"{folder}: no run of this sweep has started. Run the sweep.")

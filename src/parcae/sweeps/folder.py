@@ -39,6 +39,7 @@ from parcae.laws.table import SCORES, TABLE_FILE, table_from_rows, write_table
 from parcae.recipe import write_toml
 from parcae.runs import FINAL_STATUSES, read_result, read_status
 from parcae.runs.layout import TOKENIZER_FILE, shard_folders
+from parcae.runs.records import naming_imports
 from parcae.sweeps.grid import PlannedRun
 from parcae.sweeps.worker import RunRequest
 from parcae.training.corpora import prepare_corpora
@@ -100,18 +101,37 @@ class SweepFolder:
             options=("--follow-links",) if self.follow_links else (),
         )
 
+    def run_names(self) -> list[str]:
+        """The names of its runs, without their recipes: these may need a file of the user's."""
+        return [run["name"] for run in self._read_runs()]
+
     def read_plan(self) -> tuple[PlannedRun, ...]:
+        runs = []
+        for run in self._read_runs():
+            with naming_imports(self.run_folder(run["name"])):
+                runs.append(self._with_recipe(run))
+        return tuple(runs)
+
+    def _read_runs(self) -> list[dict[str, Any]]:
         if not self.exists:
             raise FileError(f"{self.path}: not a sweep: {PLAN_FILE} is missing. Check the path.")
         tree = read_sealed(self.path / PLAN_FILE, "Use another folder.")
         with interpreting(self.path / PLAN_FILE, "Use another folder."):
-            runs = [{**run, "recipe": recipe_from_tree(run["recipe"])} for run in tree["runs"]]
+            runs = [dict(run) for run in tree["runs"]]
             for run in runs:
                 path_inside(self.path / "runs", run["name"])
                 if not (isinstance(run["settings"], dict) and isinstance(run["model"], str)):
                     raise ValueError(f"the model or settings of {run['name']}")
                 number(run["budget"] or 0)
-            return tuple(PlannedRun(**run) for run in runs)
+            return runs
+
+    def _with_recipe(self, run: dict[str, Any]) -> PlannedRun:
+        path = self.path / PLAN_FILE
+        with interpreting(path, "Use another folder.", passed_on=(FileError,)):
+            try:
+                return PlannedRun(**{**run, "recipe": recipe_from_tree(run["recipe"])})
+            except ConfigError as error:
+                raise FileError(f"{path}: {run['name']}: {error}") from error
 
     def write_plan(self, runs: Iterable[PlannedRun]) -> None:
         trees = [

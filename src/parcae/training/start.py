@@ -16,6 +16,7 @@ from parcae.presets import preset
 from parcae.recipe import build, merge, to_dict
 from parcae.runs import find_checkpoint, load, weights_checksum
 from parcae.runs.layout import is_checkpoint_path, step_of
+from parcae.runs.records import naming_imports
 
 if TYPE_CHECKING:
     from parcae.model.base import LanguageModel
@@ -34,7 +35,8 @@ def model_from_weights(table: Mapping[str, Any], path: str) -> ModelConfig:
     from parcae.model.store import read_config
 
     folder = find_checkpoint(path)
-    config = read_config(folder)
+    with naming_imports(folder):
+        config = read_config(folder)
     stated = {key: value for key, value in table.items() if key != "preset"}
     tree = to_dict(config)
     tree["loop"].pop("curriculum", None)
