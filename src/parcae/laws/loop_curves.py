@@ -153,8 +153,9 @@ def usable_curves(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
     if rising:
         depths = ", ".join(f"{loops:g}" for loops in sorted(set(rising)))
         messages.append(
-            f"test-time: more loops make models worse: of {format_items(len(curves), 'curve')} "
-            f"{len(rising)} (mean_loops {depths}) end higher at the largest T than at the smallest."
+            f"test-time: more loops make models worse: {len(rising)} of "
+            f"{format_items(len(curves), 'curve')} (mean_loops {depths}) end higher at the largest T "
+            "than at the smallest."
         )
     return kept, messages
 
