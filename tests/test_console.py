@@ -39,6 +39,15 @@ def test_a_terminal_gets_every_digit(monkeypatch: pytest.MonkeyPatch, width: int
     assert sorted(c for c in text if c.isdigit()) == sorted(digits)
 
 
+def test_texts_stand_on_the_left_and_numbers_on_the_right() -> None:
+    stream = io.StringIO()
+    rows = [("a", "short", "-1.5"), ("b", "much longer", "–"), ("total", "", "12.25")]
+    WideConsole(file=stream).print(table("T", ("run", "what", "loss"), rows))
+    lines = [line.strip() for line in stream.getvalue().splitlines()]
+    assert "a       short          -1.5" in lines
+    assert "b       much longer       –" in lines
+
+
 def test_a_table_without_a_header_has_no_empty_lines() -> None:
     stream = io.StringIO()
     WideConsole(file=stream).print(table("Cost", ("", ""), [("steps", "12"), ("tokens", "6,144")]))

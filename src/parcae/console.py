@@ -6,6 +6,7 @@ Also the types of command-line arguments that are lists separated by commas.
 from __future__ import annotations
 
 import math
+import re
 import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -149,8 +150,11 @@ class LiveProgress:
             print_text(message, console=self._progress.console)
 
 
+NUMBER = re.compile(r"[-+−]?\d")
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table with its first column aligned to the left and the others to the right.
+    """A table with texts and the first column aligned to the left, numbers to the right.
 
     Where a terminal is too narrow, cells are folded: no digit is cut off.
     """
@@ -163,10 +167,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         header_style="bold",
         box=SIMPLE_HEAD if has_header else RULE_ABOVE,
     )
+    texts = [[printable(str(cell)) for cell in row] for row in rows]
     for index, name in enumerate(columns):
-        view.add_column(name, justify="left" if index == 0 else "right", overflow="fold")
-    for row in rows:
-        view.add_row(*(Text(printable(str(cell))) for cell in row))  # a [bracket] is no markup
+        cells = [row[index] for row in texts if row[index] not in ("", "-", "–")]
+        is_text = index == 0 or (bool(cells) and not any(map(NUMBER.match, cells)))
+        view.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    for row in texts:
+        view.add_row(*map(Text, row))  # a [bracket] is no markup
     return view
 
 

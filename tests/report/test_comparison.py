@@ -233,7 +233,10 @@ def test_every_number_of_loops_is_paired_with_itself(seeded):
 def test_the_seeds_are_printed_and_reported(seeded, tmp_path, capsys):
     folders = sorted(map(str, seeded["folder"].iterdir()))
     assert main(["compare", *folders]) == 0
-    assert "3.133 ± 0.379" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "3.133 ± 0.379" in printed
+    assert "bits per byte" in printed
+    assert "bits_per_byte" not in printed
     page = parcae.write_report(folders[:2], tmp_path).read_text()
     assert "<h2>Over seeds</h2>" in page
     assert "<h2>Over seeds</h2>" not in parcae.write_report(folders[0], tmp_path).read_text()

@@ -91,8 +91,7 @@ def _all_tables(comparison: Comparison) -> Iterator[Table]:
     columns, rows = text_cells(comparison.table(), titles=TITLES, digits=DIGITS)
     yield console.table("Runs", columns, rows)
     if comparison.seeds:
-        cells = text_cells(comparison.seeds, titles=TITLES, digits=seeds.DIGITS)
-        yield console.table("Over seeds", *cells)
+        yield console.table("Over seeds", *seeds.shown(comparison.seeds, TITLES))
     if len(comparison.pairs) == 1:
         (_, pair) = comparison.pairs[0]
         for entry in pair.comparisons:

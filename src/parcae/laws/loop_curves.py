@@ -154,8 +154,8 @@ def usable_curves(curves: Sequence[Points]) -> tuple[list[Points], list[str]]:
         depths = ", ".join(f"{loops:g}" for loops in sorted(set(rising)))
         messages.append(
             f"test-time: more loops make models worse: {len(rising)} of "
-            f"{format_items(len(curves), 'curve')} (mean_loops {depths}) end higher at the largest T "
-            "than at the smallest."
+            f"{format_items(len(curves), 'curve')} (mean_loops {depths}) end higher at the largest "
+            "T than at the smallest."
         )
     return kept, messages
 

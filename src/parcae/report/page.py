@@ -28,7 +28,7 @@ from parcae.report.comparison import TITLES, compare
 from parcae.report.figures import LOOP, TRAINING
 from parcae.report.panel import Figure
 from parcae.report.runs import AXES, Axis, Run, Sweep, note_on_validation, number, read_sources
-from parcae.report.seeds import DIGITS, NOTE
+from parcae.report.seeds import NOTE, shown
 from parcae.report.tables import (
     NONE,
     count,
@@ -42,7 +42,7 @@ from parcae.report.tables import (
     table,
 )
 from parcae.runs.layout import REPORT_FOLDER
-from parcae.tables import Row, text_cells
+from parcae.tables import Row
 
 TABLE_SUFFIXES = {"markdown": ".md", "csv": ".csv", "latex": ".tex"}
 CONTENT_SECURITY_POLICY = (
@@ -175,7 +175,7 @@ def headlines(runs: Sequence[Run], sweeps: Sequence[Sweep]) -> str:
 def _over_seeds(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    head, cells = text_cells(rows, titles=TITLES, digits=DIGITS)
+    head, cells = shown(rows, TITLES)
     return table(head, cells, kind="runs") + f"<p>{escape(NOTE)}</p>\n"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from parcae.evaluation.metrics import interval
 from parcae.recipe import flatten
 from parcae.report.runs import Run
+from parcae.tables import text_cells
 from parcae.training.run import FREE_TO_CHANGE
 
 Row = Mapping[str, Any]
@@ -59,6 +60,17 @@ def over_seeds(
                 base = {} if members is first else _by_seed(first, loops, metric)
                 table.append(line | _difference(values, base))
     return table
+
+
+def shown(
+    rows: Sequence[Mapping[str, Any]], titles: Mapping[str, str]
+) -> tuple[list[str], list[list[str]]]:
+    """The headings and cells of these rows, with metrics named as in the table of runs."""
+    titled = [
+        {**row, "metric": titles.get(row["metric"], row["metric"].replace("_", " "))}
+        for row in rows
+    ]
+    return text_cells(titled, titles=titles, digits=DIGITS)
 
 
 def _by_seed(members: Members, loops: int | None, metric: str) -> dict[int, float]:
