@@ -119,8 +119,7 @@ def _register_prepare(actions: Any) -> None:
 
 
 def run_prepare(arguments: argparse.Namespace) -> int:
-    from parcae.data.preparation import SHARD_TOKENS, Update, prepare
-    from parcae.data.readers import unsplit_note
+    from parcae.data.preparation import SHARD_TOKENS, Update, prepare, unsplit_note
     from parcae.data.sources import VALIDATION_FRACTION, find_files
 
     fraction, shard_tokens = arguments.validation_fraction, arguments.shard_tokens

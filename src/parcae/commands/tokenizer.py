@@ -54,7 +54,7 @@ def _register_train(actions: Any) -> None:
 
 
 def run_train(arguments: argparse.Namespace) -> int:
-    from parcae.data.readers import unsplit_note
+    from parcae.data.preparation import unsplit_note
     from parcae.data.sources import find_files
     from parcae.data.tokenizer_training import train_tokenizer
 

@@ -31,8 +31,8 @@ from parcae.data.readers import (
     Document,
     ReadPosition,
     bytes_read,
-    check_split,
     read_documents,
+    read_file,
 )
 from parcae.data.shards import (
     FORMAT,
@@ -54,6 +54,7 @@ from parcae.data.sources import (
     Corpus,
     FileDigests,
     ReadOptions,
+    SourceFile,
     Split,
     Stage,
     content_key,
@@ -129,6 +130,56 @@ def prepare(
         tokenizer = Tokenizer.load(tokenizer)
     manifest = write_shards(Preparation(corpus, tokenizer, shard_tokens), out, report)
     return PreparedFolder(Path(out), manifest)
+
+
+MARK = re.compile(r"^<\|[\w-]{1,40}\|>(?=\r?$)", re.MULTILINE)
+"""A line that separates documents in many text corpora, such as <|endoftext|>."""
+
+
+def check_split(files: Sequence[SourceFile], options: ReadOptions) -> None:
+    """FileError if the only file has several lines such as <|endoftext|> and is not split.
+
+    Of several files each may be a document, so there `unsplit_note` only names the lines.
+    """
+    if len(files) == 1 and files[0].format == "text" and not options.splits:
+        marks = MARK.findall(_beginning(files[0], options))
+        if len(set(marks)) < len(marks):
+            raise FileError(_not_separated(files[0], max(marks, key=marks.count)))
+
+
+def _beginning(file: SourceFile, options: ReadOptions) -> str:
+    return next(iter(read_file(file.path, "text", options)), ("", 0))[0]
+
+
+def _not_separated(file: SourceFile, mark: str) -> str:
+    return (
+        f"{file.path}: has lines '{mark}', but no separator is given. Separate its documents "
+        f"with --separator '{mark}', in a recipe data.separator."
+    )
+
+
+def unsplit_note(files: Sequence[SourceFile], options: ReadOptions, documents: int) -> str | None:
+    """What to check where no text file has a line of the separator, or where one has lines such as
+    <|endoftext|> and no separator is given; else None.
+
+    A file may be one document, so this is not an error. `documents` is the number in all files.
+    """
+    separator, start = options.separator, options.document_start
+    texts = [file for file in files if file.format == "text"]
+    if not texts:
+        return None
+    if not options.splits:
+        mark = MARK.search(_beginning(texts[0], options))
+        return _not_separated(texts[0], mark[0]) if mark else None
+    if documents > len(files):
+        if len(texts) == len(files):
+            return None
+        second = (read_file(file.path, "text", options, skip=1) for file in texts)
+        if any(next(rest, None) for rest in second):
+            return None
+    name, value = ("document_start", start) if separator is None else ("separator", separator)
+    where = "the text file" if len(texts) == 1 else f"the {len(texts):,} text files"
+    return f"{name}: {value!r} splits {where} nowhere: each file is one document. Is it misspelt?"
 
 
 @dataclass(frozen=True)

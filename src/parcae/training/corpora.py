@@ -25,8 +25,7 @@ from parcae.data.loader import (
     held_out_batches,
     with_held_out_rows,
 )
-from parcae.data.preparation import prepare
-from parcae.data.readers import unsplit_note
+from parcae.data.preparation import prepare, unsplit_note
 from parcae.data.shards import (
     LARGEST_LIST,
     MANIFEST,
