@@ -108,11 +108,7 @@ class Run:
     def config(self) -> ModelConfig | None:
         try:
             return model_from_table(self.recipe.get("model", {}))
-        except (
-            ConfigError,
-            TypeError,
-            ValueError,
-        ):  # of another version, or not imported
+        except (ConfigError, TypeError, ValueError):  # of another version, or not imported
             return None
 
     @property
