@@ -54,7 +54,7 @@ def compare(arguments: argparse.Namespace, out: Path) -> None:
     with open_workers(recipe.run) as workers, lock_folder(out):
         prepare_corpora(recipe, out, lambda _: None)
         learner = Learner(recipe, workers, open_corpora(recipe, out))
-        run = Trainer(recipe, out, workers, learner, Display(shown=True))
+        run = Trainer(recipe, out, workers, learner, Display(is_first=True))
         run.log = Log(out)
         bare = Bare(learner)
         times: dict[str, list[float]] = {"trainer": [], "bare": []}

@@ -17,6 +17,7 @@ from hypothesis import settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from parcae import registry
 from parcae.config import LoopConfig, ModelConfig
 from parcae.model import create
 from parcae.model.base import LanguageModel
@@ -146,6 +147,14 @@ class NoHostSync(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.ndim > 0:
                 assert x.device.type == self.device, f"{func}: {x.device}"
         return result
+
+
+@pytest.fixture(autouse=True)
+def files_imported_by_one_test():
+    """Runs record the files that their process has imported, so the next test forgets them."""
+    yield
+    registry._imported.clear()
+    os.environ.pop(registry.IMPORT_VARIABLE, None)
 
 
 @pytest.fixture(autouse=True)

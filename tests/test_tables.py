@@ -17,6 +17,7 @@ from markdown_it import MarkdownIt  # which rich depends on
 
 import parcae
 from parcae.tables import (
+    csv_text,
     escape_markdown,
     format_table,
     html_curve,
@@ -62,10 +63,10 @@ def test_latex_by_hand():
 
 @pytest.mark.slow
 @given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\0")), min_size=1))
-def test_csv_is_read_back_unchanged(texts):
+def test_csv_is_read_back_without_formulas(texts):
     rows = [{"name": text, "loss": len(text) / 7, "loss_error": None} for text in texts]
     back = list(csv.DictReader(io.StringIO(format_table(rows, "csv"), newline="")))
-    assert [row["name"] for row in back] == texts
+    assert [row["name"] for row in back] == list(map(csv_text, texts))
     assert [float(row["loss"]) for row in back] == [row["loss"] for row in rows]
     assert {row["loss_error"] for row in back} == {""}
 

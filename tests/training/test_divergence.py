@@ -18,6 +18,7 @@ from parcae.training.distributed import Workers
 from parcae.training.divergence import Guard, diagnose
 from parcae.training.learner import Learner
 from parcae.training.run import train
+from parcae.training.schedule import schedule_factors
 from parcae.training.trainer import Trainer
 from training import runs
 
@@ -201,12 +202,16 @@ def test_weights_that_blew_up_are_diagnosed_too(text, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [4, 20])
-def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path):
+def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path, monkeypatch):
     """The loss and gradient of each step are finite; its update is not. With 4 steps the run ends
     before the guard gives up."""
+
+    def too_large(*arguments):
+        return schedule_factors(*arguments)._replace(lr=1e38)
+
+    monkeypatch.setattr("parcae.training.learner.schedule_factors", too_large)
     recipe = runs.recipe(
         text,
-        optimiser={"lr": 1e38, "muon_lr": 1e38},
         run={"checkpoint_every": 1, "max_nonfinite_steps": 6, "telemetry_every": 0},
         budget={"steps": steps},
     )

@@ -378,7 +378,7 @@ def test_two_processes_end_together(changes, messages, write, tmp_path):
 
 @pytest.mark.slow
 def test_the_recipe_of_a_run_reads_back(text, tmp_path):
-    recipe = runs.recipe(text, budget={"steps": 2})
+    recipe = runs.recipe(text, budget={"steps": 2}, run={"precision": "float32"})
     train(recipe, tmp_path / "run")
     from parcae.training.run import read_recipe
 
