@@ -145,7 +145,8 @@ def test_no_key_holds_the_rows_of_all(served, plain_engine):
     """Its texts wait, although there is a row, until a text of another key has begun."""
     one = served(max_batch_size=3, gated=True)
     one.scheduler.keys = 2
-    many = [one.submit(client=f"0 {n % 2}", max_new_tokens=20) for n in range(5)]
+    many = [one.job(client=f"0 {n % 2}", max_new_tokens=20) for n in range(5)]
+    one.scheduler.submit(many)
     wait_until(lambda: one.scheduler.running == 2)
     one.run(3)
     wait_until(lambda: many[0].emitted)
@@ -162,8 +163,7 @@ def test_no_key_holds_the_rows_of_all(served, plain_engine):
 def test_rows_that_a_key_may_hold_alone(served, rows, keys, held):
     one = served(max_batch_size=rows, gated=True, max_waiting=100)
     one.scheduler.keys = keys
-    for _ in range(rows + 1):
-        one.submit(client="0 a")
+    one.scheduler.submit([one.job(client="0 a") for _ in range(rows + 1)])
     wait_until(lambda: one.scheduler.running == held)
     one.run(2)
     assert one.scheduler.waiting == rows + 1 - held

@@ -207,7 +207,7 @@ def test_weights_that_are_not_finite_are_not_saved(steps, text, tmp_path, monkey
     before the guard gives up."""
 
     def too_large(*arguments):
-        return schedule_factors(*arguments)._replace(lr=1e38)
+        return schedule_factors(*arguments)._replace(lr=1e40)
 
     monkeypatch.setattr("parcae.training.learner.schedule_factors", too_large)
     recipe = runs.recipe(
