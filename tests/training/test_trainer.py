@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -44,6 +45,21 @@ KINDS = {
     "addition": {**runs.RDM, "injection": "addition"},
     "transformer": TRANSFORMER,
 }
+
+
+@contextmanager
+def interrupted_after(steps, monkeypatch):
+    """SIGTERM when a run has taken so many steps."""
+    real = Trainer._train_step
+
+    def one_step(self):
+        real(self)
+        if self.learner.step == steps:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_train_step", one_step)
+        yield
 
 
 def with_budget(text, **budget):
@@ -318,15 +334,7 @@ def test_every_kind_trains_and_resumes(kind, text, tmp_path, monkeypatch, one_th
     looks = runs.lines(tmp_path / "whole", "telemetry")
     assert len(looks) == (0 if kind == "transformer" else 2)
 
-    real = Trainer._train_step
-
-    def one_step(self):
-        real(self)
-        if self.learner.step == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_train_step", one_step)
+    with interrupted_after(5, monkeypatch):
         assert train(recipe, tmp_path / "run").status == "interrupted"
     train(recipe, tmp_path / "run", resume=True)
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
@@ -354,15 +362,7 @@ def test_a_run_keeps_the_precision_it_began_with(text, tmp_path, monkeypatch, ca
     monkeypatch.setattr(distributed, "multiplies_bfloat16", lambda: True)
     train(recipe, tmp_path / "whole")
     assert "run.precision: auto; bfloat16" in capsys.readouterr().out
-    real = Trainer._train_step
-
-    def one_step(self):
-        real(self)
-        if self.learner.step == 5:
-            signal.raise_signal(signal.SIGTERM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_train_step", one_step)
+    with interrupted_after(5, monkeypatch):
         assert train(recipe, run).status == "interrupted"
     monkeypatch.setattr(distributed, "multiplies_bfloat16", lambda: False)
     train(recipe, run, resume=True)
